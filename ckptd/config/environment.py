@@ -38,7 +38,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SectionValues:
     """Hold TOML-shaped values by section."""
 
     job: dict[str, Any] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class _Variable:
     kinds: frozenset[type]
 
 
-def settings_from_environment(environ: Mapping[str, str]) -> Settings:
+def settings_from_environment(environ: Mapping[str, str]) -> SectionValues:
     """Read the variables that are keys.
 
     Raises:
         ConfigError: a variable is nearly a key, or its text is no value of that key's type.
     """
-    settings = Settings()
+    settings = SectionValues()
     known = variables()
     known |= {"CKPTD_BACKFILL": replace(known["CKPTD_EXISTING"], key="backfill")}
     for name, text in sorted(environ.items()):

@@ -49,7 +49,7 @@ _NUMBERED = re.compile(r"(\d+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class FolderTensor:
     """A tensor of the folder: row-major elements of `dtype`, made by `parts`."""
 
     dtype: str
@@ -97,7 +97,7 @@ class Sharded:
         mark = raw_fingerprint(fd)
         self.reads.append(Read(path, "part", status.st_size, identity_of(status), mark))
 
-    def tensor(self, name: str) -> Held:
+    def tensor(self, name: str) -> FolderTensor:
         """Return a tensor, its chunks put together.
 
         Raises:
@@ -127,7 +127,7 @@ class Sharded:
             parts = tuple(parts_of_steps(steps, shards, ITEM_BYTES[entry.dtype]))
         except RefusedError as error:
             raise RefusedError(f"{name}: {error.message}".replace("tensor-parallel ", "")) from error
-        return Held(entry.dtype, shape, parts)
+        return FolderTensor(entry.dtype, shape, parts)
 
     def _chunk(self, name: str, dtype: str, chunk: Chunk) -> Any:
         """Return one chunk as ranges of its file."""
@@ -233,19 +233,19 @@ class UniversalFromDcp:
                     yield self._state_file(fqn, state, self.held.tensor(key))
         for fqn, states in self.states.items():
             if "step" in states:
-                step = Held("float32", (), (_step_part(self._steps_of(fqn)),))
+                step = FolderTensor("float32", (), (_step_part(self._steps_of(fqn)),))
                 yield self._archive(f"zero/{fqn}/step.pt", lambda tensor: tensor, {"": step})
         yield self._optimizer_file()
         yield from self._model_files()
 
-    def _state_file(self, fqn: str, state: str, made: Held) -> OutputFile:
+    def _state_file(self, fqn: str, state: str, made: FolderTensor) -> OutputFile:
         return self._archive(
             f"zero/{fqn}/{state}.pt", lambda tensor: {"cat_dim": 0, "param": tensor}, {"": made}
         )
 
     def _optimizer_file(self) -> OutputFile:
         groups = [{**group, "params": [number]} for number, (group, _) in enumerate(self.groups)]
-        step = Held("float32", (), (_step_part(self.step),))
+        step = FolderTensor("float32", (), (_step_part(self.step),))
 
         def value(tensor: Tensor) -> Any:
             return {
@@ -280,7 +280,7 @@ class UniversalFromDcp:
         yield self._archive("mp_rank_00_model_states.pt", value, held)
         yield OutputLink("zero_pp_rank_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt")
 
-    def _archive(self, path: str, value: Callable[..., Any], held: dict[str, Held]) -> OutputFile:
+    def _archive(self, path: str, value: Callable[..., Any], held: dict[str, FolderTensor]) -> OutputFile:
         """Return an archive of what `value` makes of a tensor for each of `held`, in their order."""
         tensors = [placeholder(one.dtype, one.shape) for one in held.values()]
         parts = {id(tensor): one.parts for tensor, one in zip(tensors, held.values(), strict=True)}

@@ -45,7 +45,7 @@ class Ranges(ABC):
     """The source files of a plan by number; safe for several threads."""
 
     @property
-    def local(self) -> Sources | None:
+    def local(self) -> SourceFiles | None:
         """Return the sources as file descriptors; None where there are none."""
         return None
 
@@ -77,7 +77,7 @@ class SourceFd(int):
         os.close(self)
 
 
-class Sources(Ranges, Sequence[int]):
+class SourceFiles(Ranges, Sequence[int]):
     """Descriptors by number in the plan; safe for several threads."""
 
     def __init__(self, folder_fd: int, paths: list[str], identities: Sequence[tuple[int, ...]]) -> None:
@@ -120,7 +120,7 @@ class Sources(Ranges, Sequence[int]):
         return self._opened(index) if found is None else found
 
     @property
-    def local(self) -> Sources:
+    def local(self) -> SourceFiles:
         """Return the local sources: these."""
         return self
 

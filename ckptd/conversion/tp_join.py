@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 from ckptd.conversion.parts import Mean, Part, Range, Stream, Woven
 from ckptd.conversion.plan import OutputCheck
 from ckptd.errors import RefusedError
-from ckptd.formats.zero.blocks import Copy, Step, Strand, Weave
+from ckptd.formats.zero.blocks import BlockCopy, Step, Strand, Weave
 from ckptd.formats.zero.experts import stacked
 from ckptd.formats.zero.patterns import Patterns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.formats.zero.patterns import Join
+    from ckptd.formats.zero.patterns import JoinedParameter
     from ckptd.formats.zero.save import Save
     from ckptd.formats.zero.shards import Parameter, StateRanges
 
@@ -88,7 +88,7 @@ class Shard:
             begin, nbytes, index = begin + count, nbytes - count, index + 1
 
 
-def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[JoinedState]]:
+def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[JoinedParameter, list[JoinedState]]:
     """Every state that `ranks` (one shard per tensor rank) hold, joined.
 
     Raises:
@@ -98,7 +98,7 @@ def join_states(ranks: list[Parameter], patterns: Patterns) -> tuple[Join, list[
     return join_as(join, ranks)
 
 
-def join_as(join: Join, ranks: list[Parameter]) -> tuple[Join, list[JoinedState]]:
+def join_as(join: JoinedParameter, ranks: list[Parameter]) -> tuple[JoinedParameter, list[JoinedState]]:
     """Return the states of `ranks` by a rule that is known; a parameter of experts is stacked.
 
     Raises:
@@ -124,7 +124,7 @@ def join_as(join: Join, ranks: list[Parameter]) -> tuple[Join, list[JoinedState]
     return join, joined
 
 
-def _state(name: str, join: Join, states: list[StateRanges]) -> JoinedState:
+def _state(name: str, join: JoinedParameter, states: list[StateRanges]) -> JoinedState:
     first, item = states[0], states[0].item_bytes
     shards = [Shard(state) for state in states]
     parts: tuple[Part, ...]
@@ -171,7 +171,7 @@ def parts_of_steps(steps: tuple[Step, ...], shards: list[Shard], item: int) -> I
         RefusedError: the steps reach beyond a shard.
     """
     for step in steps:
-        if isinstance(step, Copy):
+        if isinstance(step, BlockCopy):
             yield from shards[step.rank].cut(step.at * item, step.count * item)
         elif max(step.count // step.rows, *(s.stride for s in step.strands)) * item >= WIDE_ROW_BYTES:
             yield from _wide(step, shards, item)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ckptd.conversion.archives import Ranges
-    from ckptd.formats.zero.patterns import Join
+    from ckptd.formats.zero.patterns import JoinedParameter
     from ckptd.formats.zero.save import Cell, Save
-    from ckptd.formats.zero.shards import Opened, Parameter
+    from ckptd.formats.zero.shards import OpenedShard, Parameter
 
 FP32_COPIES_SINCE = (0, 19, 8)
 """First version whose converter writes fp32.pt for buffers, frozen parameters and aliases."""
@@ -98,7 +98,7 @@ class UniversalLayout:
             for model in self.save.models:
                 yield from self._fp32_copies(model)
 
-    def _state_file(self, join: Join, state: JoinedState) -> OutputFile:
+    def _state_file(self, join: JoinedParameter, state: JoinedState) -> OutputFile:
         if state.name == "fp32":
             self.written.add(state.parameter)
         is_flat = self.save.stage >= 3 and self.save.tp == 1 and not self.superset
@@ -162,7 +162,7 @@ class UniversalLayout:
             size = self.save.reads[source.index].size_bytes
             return OutputFile(source.path, (Range(source.index, 0, size),))
 
-    def _fp32_copies(self, model: Opened) -> Iterator[OutputFile]:
+    def _fp32_copies(self, model: OpenedShard) -> Iterator[OutputFile]:
         """Yield files that 0.19.8 writes for names of `module` in no optimizer; no loader reads them."""
         if version_tuple(self.save.ds_version) < FP32_COPIES_SINCE:
             return
@@ -190,7 +190,7 @@ class UniversalLayout:
         return OutputFile(path, archive_parts(value, path, ranges, block=self.block, span=span))
 
 
-def _entry(join: Join, tensor: Tensor) -> dict[str, Any]:
+def _entry(join: JoinedParameter, tensor: Tensor) -> dict[str, Any]:
     """Return the dictionary of a state file, keys in the stock converter's order."""
     entry: dict[str, Any] = {}
     if join.cat_dim is not None:

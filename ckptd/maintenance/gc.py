@@ -87,7 +87,7 @@ class Collector:
         self._say = say
         self._dry_run = dry_run
         self.removed: list[CollectedItem] = []
-        self._ended: dict[str, tuple[Collected, tuple[Sent, ...]]] = {}
+        self._ended: dict[str, tuple[Collected, tuple[SentObject, ...]]] = {}
         """Remote → what was found there, and the objects that this node uploaded in vain."""
 
     # --- remotes ---------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Collector:
             )
         self._unlisted(inventory, found, sent_to(state_dir, inventory.name))
 
-    def _unlisted(self, inventory: RemoteInventory, found: Collected, sent: Sequence[Sent]) -> None:
+    def _unlisted(self, inventory: RemoteInventory, found: Collected, sent: Sequence[SentObject]) -> None:
         """Say whose the objects are that nobody lists; what is left of ended uploads goes later (`node`)."""
         left = dict(found.unlisted)
         ours = [one for one in sent if one.is_whole and left.get(one.key) == one.bytes]
@@ -483,7 +483,7 @@ def _counted(keys: Iterable[str], found: Collected) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentObject:
     """An object that this node sent, or began to send, and that no COMMIT of its own lists yet."""
 
     key: str
@@ -495,7 +495,7 @@ class Sent:
     """The daemon may go on with it; else what it is a copy of is gone from this node."""
 
 
-def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
+def sent_to(state_dir: Path | None, remote: str) -> list[SentObject]:
     """Return the objects that the journal says lie in a remote: proof that an object there is ours."""
     if state_dir is None:
         return []
@@ -510,7 +510,7 @@ def sent_to(state_dir: Path | None, remote: str) -> list[Sent]:
         "WHERE o.remote = ? AND o.form NOT LIKE '%~'"
     )
     return [
-        Sent(
+        SentObject(
             key=str(key),
             tag=str(tag),
             bytes=int(str(size)),

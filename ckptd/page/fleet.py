@@ -11,7 +11,7 @@ from ckptd.maintenance.listing import list_remote
 from ckptd.maintenance.status.fleet import FleetReader, inventory_of
 from ckptd.maintenance.status.rows import ROWS
 from ckptd.page.timeline import Track, laid_out, when
-from ckptd.page.view import Detail, Form, Node, Problem, Row, ShownJob, Tone, key_of
+from ckptd.page.view import CheckpointView, Detail, Form, Node, ProblemView, ShownJob, Tone, key_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,9 @@ def job_of_remote(url: str, now: float, config_dir: Path | None = None) -> Shown
 
 def job_not_read(url: str, error: CkptdError, now: float) -> ShownJob:
     """Return what is shown of a remote that does not answer."""
-    problem = Problem(sign="!", tone="bad", text=printable(error.message), next_step=printable(error.hint))
+    problem = ProblemView(
+        sign="!", tone="bad", text=printable(error.message), next_step=printable(error.hint)
+    )
     return ShownJob(
         key=key_of("", url),
         name=printable(url),
@@ -62,9 +64,11 @@ def job_not_read(url: str, error: CkptdError, now: float) -> ShownJob:
 def _job(
     found: FleetStatus, listed: Sequence[ListedCheckpoint], damaged: Sequence[str], now: float
 ) -> ShownJob:
-    problems = [Problem(sign="!", tone="bad", text=printable(text)) for text in (*found.problems, *damaged)]
+    problems = [
+        ProblemView(sign="!", tone="bad", text=printable(text)) for text in (*found.problems, *damaged)
+    ]
     problems += [
-        Problem(
+        ProblemView(
             sign="~",
             tone="late",
             text=printable(
@@ -103,12 +107,12 @@ def _job(
     )
 
 
-def _left(run: RunView) -> Problem:
+def _left(run: RunView) -> ProblemView:
     place = f" of {run.user}@{run.host}:{run.save_dir}" if run.host else ""
     held = f"{run.checkpoints} checkpoints ({size_of(run.bytes)})"
     text = f"earlier run {short(run.run_id)}{place}: {held} stay until they are deleted"
     step = f"ckptd gc JOB --run {short(run.run_id)}"
-    return Problem(sign="~", tone="late", text=printable(text), next_step=printable(step))
+    return ProblemView(sign="~", tone="late", text=printable(text), next_step=printable(step))
 
 
 def _node(row: NodeReport) -> Node:
@@ -124,7 +128,7 @@ def _node(row: NodeReport) -> Node:
     )
 
 
-def _row(one: ListedCheckpoint, now: float) -> Row:
+def _row(one: ListedCheckpoint, now: float) -> CheckpointView:
     forms = []
     for form in one.forms:
         at = when(form.committed_at, now)
@@ -132,7 +136,7 @@ def _row(one: ListedCheckpoint, now: float) -> Row:
         said.append(f"COMMIT {form.commit_sha256[:12]}")
         title = "; ".join(text for text in said if text)
         forms.append(Form(name=printable(form.form), sign="✓", word="committed", tone="good", title=title))
-    return Row(
+    return CheckpointView(
         tag=printable(one.tag),
         step=str(one.step) + (f" (branch {one.branch})" if one.branch > 1 else ""),
         size=size_of(sum(form.bytes for form in one.forms)),

@@ -32,7 +32,7 @@ REMOTE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PageRequest:
     """Name what the page was asked to show: jobs of this node (none and no URL: all of them), and remotes."""
 
     jobs: tuple[str, ...] = ()
@@ -41,7 +41,9 @@ class Wanted:
     config_dir: Path | None = None
 
 
-def wanted(names: Sequence[str], state_dir: Path | None = None, config_dir: Path | None = None) -> Wanted:
+def wanted(
+    names: Sequence[str], state_dir: Path | None = None, config_dir: Path | None = None
+) -> PageRequest:
     """Divide names into jobs and remotes.
 
     Raises:
@@ -49,10 +51,10 @@ def wanted(names: Sequence[str], state_dir: Path | None = None, config_dir: Path
     """
     urls = tuple(name for name in names if is_remote(name))
     jobs = tuple(name for name in names if name not in urls)
-    return Wanted(jobs=jobs, urls=urls, state_dir=state_dir, config_dir=config_dir)
+    return PageRequest(jobs=jobs, urls=urls, state_dir=state_dir, config_dir=config_dir)
 
 
-def read_page(asked: Wanted) -> Page:
+def read_page(asked: PageRequest) -> Page:
     """Read everything once, for a file.
 
     Raises:
@@ -74,7 +76,7 @@ def page_of(
     return Page(made=made, jobs=tuple(jobs), notices=tuple(notices), open_keys=keys)
 
 
-def read_local(asked: Wanted, now: float) -> tuple[list[ShownJob], list[str]]:
+def read_local(asked: PageRequest, now: float) -> tuple[list[ShownJob], list[str]]:
     """Return the jobs of this node, and what their daemons cannot do.
 
     Raises:
@@ -100,7 +102,7 @@ def read_local(asked: Wanted, now: float) -> tuple[list[ShownJob], list[str]]:
     return list(jobs.values()), list(dict.fromkeys(notices))
 
 
-def _published(name: str | None, asked: Wanted, say: Callable[[str], None]) -> list[Published]:
+def _published(name: str | None, asked: PageRequest, say: Callable[[str], None]) -> list[Published]:
     """Return what `ckptd status` reads: without a name and a place every daemon of this user."""
     if name or asked.state_dir or asked.config_dir or os.environ.get("CKPTD_CONFIG_DIR"):
         return published(name, asked.state_dir, asked.config_dir, say=say)
@@ -110,7 +112,7 @@ def _published(name: str | None, asked: Wanted, say: Callable[[str], None]) -> l
 class LivePage:
     """The page as it is now: status files are read when it is asked for, remotes every 30 s beside it."""
 
-    def __init__(self, asked: Wanted) -> None:
+    def __init__(self, asked: PageRequest) -> None:
         self._asked = asked
         self._end = threading.Event()
         self._lock = threading.Lock()

@@ -37,7 +37,7 @@ class When:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BarPart:
     """A part of a bar."""
 
     kind: Kind
@@ -56,7 +56,7 @@ class Track:
     deleted_here: When | None = None
     deleted_there: tuple[When, ...] = ()
     is_here: bool = False
-    bar: tuple[Part, ...] = ()
+    bar: tuple[BarPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,9 @@ def _with_bar(track: Track, first: float, begin: float, end: float) -> Track:
     ]
     scale = WIDTH / max(end - begin, 1e-3)
 
-    def part(kind: Kind, start: float, until: float) -> Part:
+    def part(kind: Kind, start: float, until: float) -> BarPart:
         width = max(_LEAST_WIDTH, round((until - start) * scale))
-        return Part(kind=kind, x=min(WIDTH - _LEAST_WIDTH, round((start - begin) * scale)), width=width)
+        return BarPart(kind=kind, x=min(WIDTH - _LEAST_WIDTH, round((start - begin) * scale)), width=width)
 
     bar = [part(*span) for span in spans if span[2] > span[1]]
     if gone is not None:

@@ -47,7 +47,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckpointView:
     """One checkpoint."""
 
     tag: str
@@ -67,7 +67,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
+class UploadView:
     """One upload that is under way."""
 
     tag: str
@@ -79,7 +79,7 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class ProblemView:
     """Something that is open; `next_step`: what to type."""
 
     sign: str
@@ -105,7 +105,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldView:
     """A checkpoint in a remote, and what its retention makes of it."""
 
     place: str
@@ -133,17 +133,17 @@ class Node:
 class Detail:
     """Hold what is shown below the first line of a job."""
 
-    uploads: tuple[Upload, ...] = ()
+    uploads: tuple[UploadView, ...] = ()
     places: tuple[str, ...] = ()
     has_local: bool = True
-    checkpoints: tuple[Row, ...] = ()
-    older: tuple[Row, ...] = ()
+    checkpoints: tuple[CheckpointView, ...] = ()
+    older: tuple[CheckpointView, ...] = ()
     older_title: str = ""
     timeline: Timeline | None = None
     facts: tuple[Fact, ...] = ()
     notes: tuple[str, ...] = ()
-    kept_rows: tuple[Row, ...] = ()
-    held: tuple[Held, ...] = ()
+    kept_rows: tuple[CheckpointView, ...] = ()
+    held: tuple[HeldView, ...] = ()
     nodes: tuple[Node, ...] = ()
 
 
@@ -158,7 +158,7 @@ class ShownJob:
     tone: Tone
     verdict: str
     clauses: tuple[str, ...]
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ProblemView, ...] = ()
     needs_person: int = 0
     committed: When | None = None
     as_of: When | None = None
@@ -263,18 +263,18 @@ def _job(job: JobStatus, life: Life, now: float, deleted: Sequence[Deleted]) -> 
     )
 
 
-def _not_watched(job: JobStatus, life: Life) -> Problem:
+def _not_watched(job: JobStatus, life: Life) -> ProblemView:
     """Say that nobody watches, and what starts the daemon."""
     step = printable(words.start_it(job, life))
     command = printable(life.start_command)
     before, found, after = step.partition(command) if command else (step, "", "")
     text = f"{life.reason} → {before.rstrip(': ')}{after}"
-    return Problem(sign="!", tone="bad", text=text, next_step=found)
+    return ProblemView(sign="!", tone="bad", text=text, next_step=found)
 
 
-def _problem(problem: ProblemStatus, now: float) -> Problem:
+def _problem(problem: ProblemStatus, now: float) -> ProblemView:
     sign, tone = _SEVERITIES.get(problem.severity, ("·", "calm"))
-    return Problem(
+    return ProblemView(
         sign=sign,
         tone=tone,
         text=problem.text,
@@ -289,7 +289,7 @@ def _detail(job: JobStatus, life: Life, now: float, deleted: Sequence[Deleted]) 
     chosen = rows.worth_a_row(checkpoints)
     notes = [words.shared_line(job), *(words.abilities(one, is_all=False) for one in job.remotes)]
 
-    def made(ones: Sequence[Checkpoint]) -> tuple[Row, ...]:
+    def made(ones: Sequence[Checkpoint]) -> tuple[CheckpointView, ...]:
         return tuple(_row(one, places, now, is_alive=life.is_well) for one in ones)
 
     known = [one for one in (*chosen.shown, *chosen.gone) if one.local.seen_at]
@@ -311,11 +311,11 @@ def _detail(job: JobStatus, life: Life, now: float, deleted: Sequence[Deleted]) 
 # --- checkpoints -----------------------------------------------------------------------------------------
 
 
-def _row(checkpoint: Checkpoint, places: Sequence[str], now: float, *, is_alive: bool) -> Row:
+def _row(checkpoint: Checkpoint, places: Sequence[str], now: float, *, is_alive: bool) -> CheckpointView:
     step, branch = checkpoint.step, checkpoint.branch or 1
     note, effect = rows.note_of(checkpoint)
     command = checkpoint.next_step or ""
-    return Row(
+    return CheckpointView(
         tag=checkpoint.tag,
         step=("?" if step is None else str(step)) + (f" (branch {branch})" if branch > 1 else ""),
         size="" if checkpoint.bytes is None else size_of(checkpoint.bytes),
@@ -364,10 +364,10 @@ def _percent(form: FormStatus) -> int | None:
     return int(100 * form.bytes_done / form.bytes_total) if form.bytes_total else None
 
 
-def _uploads(checkpoints: Sequence[Checkpoint]) -> list[Upload]:
+def _uploads(checkpoints: Sequence[Checkpoint]) -> list[UploadView]:
     """Return what is under way, in the order of the checkpoints."""
     return [
-        Upload(
+        UploadView(
             tag=checkpoint.tag,
             form=name,
             place=place,
@@ -447,9 +447,9 @@ def _outlook(job: JobStatus) -> list[Fact]:
     return found
 
 
-def _held(job: JobStatus) -> list[Held]:
+def _held(job: JobStatus) -> list[HeldView]:
     return [
-        Held(
+        HeldView(
             place=remote.name,
             tag=held.tag,
             forms=", ".join(held.forms),

@@ -119,7 +119,7 @@ _CLONING = ("xfs", "btrfs", "bcachefs")
 _FETCHED = "resume."
 
 
-class Execution:
+class StepExecution:
     """Executes steps in one save_dir. `on_progress(what, bytes_done, bytes_total)`, `say(what is done)`."""
 
     def __init__(

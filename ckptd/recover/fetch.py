@@ -21,7 +21,7 @@ from ckptd.base.owned_dirs import list_dir
 from ckptd.errors import DamagedError, RefusedError, from_os_error
 from ckptd.storage.stores import parallel
 from ckptd.storage.stores.checksums import crc64, to_hex
-from ckptd.storage.stores.parallel import FailFastPool, Stopped
+from ckptd.storage.stores.parallel import FailFastPool, LaneStopped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -257,7 +257,7 @@ def read_through(
     def tell(count: int) -> None:
         if stop.is_set():
             msg = f"reading {file.key} was stopped"
-            raise Stopped(msg)
+            raise LaneStopped(msg)
         told(count)
 
     try:

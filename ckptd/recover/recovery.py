@@ -17,15 +17,15 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.core.policy.view import next_save_bytes
 from ckptd.errors import CkptdError, DamagedError
 from ckptd.recover.advice import advice, model_facts
-from ckptd.recover.execute import Execution
+from ckptd.recover.execute import StepExecution
 from ckptd.recover.plan import RecoveryOptions, RecoveryPlan
-from ckptd.recover.select.sources import Sources
+from ckptd.recover.select.sources import RemoteSources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.config.schema import JobConfig
-    from ckptd.recover.select.choose import Candidate, Choice
+    from ckptd.recover.select.choose import Candidate, Candidates
     from ckptd.recover.select.sources import Where
     from ckptd.recover.select.steps import MoveAside, Step
 
@@ -72,8 +72,8 @@ class Recovery(ABC):
         self._on_progress = on_progress
         self._is_bound = is_bound
         """True: no other save will do than the one that was asked for."""
-        self._sources = Sources(where=where, say=say)
-        self._execution: Execution | None = None
+        self._sources = RemoteSources(where=where, say=say)
+        self._execution: StepExecution | None = None
         self._said: set[str] = set()
         self._fd: int | None = None
         """The directory while it is open; None in a dry run where it is absent."""
@@ -87,11 +87,11 @@ class Recovery(ABC):
     # --- what resume and restore do each in its own way -------------------------------------------------
 
     @abstractmethod
-    def _choose(self) -> Choice:
+    def _choose(self) -> Candidates:
         """Return the candidates of what is there now."""
 
     @abstractmethod
-    def _pick(self, choice: Choice) -> Candidate | None:
+    def _pick(self, choice: Candidates) -> Candidate | None:
         """Return the one to take; None: one was left out, choose again; raises where nothing is left."""
 
     @abstractmethod
@@ -148,8 +148,8 @@ class Recovery(ABC):
             return False
         return self._is_there(fd, plan)
 
-    def _executing(self, fd: int, kept_bytes: int) -> Execution:
-        self._execution = Execution(
+    def _executing(self, fd: int, kept_bytes: int) -> StepExecution:
+        self._execution = StepExecution(
             self._dir, fd, reserve_bytes=kept_bytes, on_progress=self._on_progress, say=self._say
         )
         return self._execution

@@ -32,7 +32,7 @@ from ckptd.errors import (
 from ckptd.recover.execute import drop_leftovers, one_at_a_time
 from ckptd.recover.plan import Planner, RecoveryOptions
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
-from ckptd.recover.select.choose import Candidate, Choice, Wanted, committed_saves, committed_weights
+from ckptd.recover.select.choose import Candidate, Candidates, SavesWanted, committed_saves, committed_weights
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import forms_alone
 from ckptd.recover.select.runs import RemoteRuns, held_by
@@ -169,8 +169,8 @@ class Restore(Recovery):
         if others := runs.said_of_others(run_id):
             self._say(f"{runs.words(run_id)}; {others}")
 
-    def _choose(self) -> Choice:
-        choice, options = Choice(), self._options
+    def _choose(self) -> Candidates:
+        choice, options = Candidates(), self._options
         remotes, damaged = self._sources.remotes, frozenset(self._sources.damaged)
         if options.form in WEIGHTS:
             found = committed_weights(remotes, options.form, options.tag, damaged, choice.lost)
@@ -179,7 +179,7 @@ class Restore(Recovery):
         choice.candidates = found
         return choice
 
-    def _pick(self, choice: Choice) -> Candidate:
+    def _pick(self, choice: Candidates) -> Candidate:
         tag, newest, found = self._options.tag, self._newest_of_tag(), choice.candidates
         fit = [c for c in found if c.tag == tag and c.order == newest] if tag else found
         if tag is None and self._options.form == ZERO:
@@ -188,12 +188,12 @@ class Restore(Recovery):
             raise self._nothing(newest)
         return max(fit, key=lambda c: c.order)
 
-    def _wanted(self) -> Wanted:
+    def _wanted(self) -> SavesWanted:
         """All of the tag asked for, else the newest that has the form."""
         if self._options.tag is not None:
-            return Wanted(most=0, tags=frozenset({self._options.tag}))
+            return SavesWanted(most=0, tags=frozenset({self._options.tag}))
         is_zero = self._options.form == ZERO
-        return Wanted(most=1, is_usable=lambda c: not (is_zero and c.is_universal_alone))
+        return SavesWanted(most=1, is_usable=lambda c: not (is_zero and c.is_universal_alone))
 
     def _newest_of_tag(self) -> Order | None:
         """Order of the newest generation of the tag asked for, damaged or not; None: there is none."""

@@ -38,7 +38,14 @@ from ckptd.recover.execute import one_at_a_time, write_resume_marker
 from ckptd.recover.files import damage_in
 from ckptd.recover.plan import RecoveryOptions, SaveDirPlanner, needs_universal
 from ckptd.recover.recovery import Recovered, Recovery, reserve_bytes
-from ckptd.recover.select.choose import NEWEST_READ, Candidate, Choice, choose, readable_copies, views_by_save
+from ckptd.recover.select.choose import (
+    NEWEST_READ,
+    Candidate,
+    Candidates,
+    choose,
+    readable_copies,
+    views_by_save,
+)
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import (
     LocalCheckpoint,
@@ -49,7 +56,7 @@ from ckptd.recover.select.inventory import (
 )
 from ckptd.recover.select.job import owner_of
 from ckptd.recover.select.runs import RemoteRuns, bind, choose_run, elsewhere, known_rows, wait_until_silent
-from ckptd.recover.select.sources import Sources, Where, named
+from ckptd.recover.select.sources import RemoteSources, Where, named
 from ckptd.recover.select.steps import MakeUniversal, MoveAside, Step
 from ckptd.storage.local.run_file import host_name, read_run
 
@@ -217,7 +224,7 @@ class Resume(Recovery):
 
     # --- deciding and doing ----------------------------------------------------------------------------
 
-    def _choose(self) -> Choice:
+    def _choose(self) -> Candidates:
         self._see()
         self._aside = self._strange()
         choice = choose(
@@ -237,7 +244,7 @@ class Resume(Recovery):
         strange = {step.name for step in self._aside}
         return tuple(checkpoint for checkpoint in self._local if checkpoint.tag not in strange)
 
-    def _pick(self, choice: Choice) -> Candidate | None:
+    def _pick(self, choice: Candidates) -> Candidate | None:
         candidate = self._one.candidate(choice, self._sources)
         if candidate is None:
             self._nothing(choice)
@@ -351,7 +358,7 @@ class Resume(Recovery):
                     f"{checkpoint.tag}: {checkpoint.unread.message}; nothing was changed", hint=hint
                 )
 
-    def _nothing(self, choice: Choice) -> NoReturn:
+    def _nothing(self, choice: Candidates) -> NoReturn:
         """Say why there is nothing to resume from; what is torn goes aside before a fresh start."""
         job = self._job
         if self._sources.absent:
@@ -447,7 +454,7 @@ class PinnedSelection:
         """Note what was wrong with a copy: it is why none is left, if none is."""
         self._why = error
 
-    def check_remotes(self, sources: Sources) -> None:
+    def check_remotes(self, sources: RemoteSources) -> None:
         """Check that each of several nodes sees every remote of the job: the newest save may lie in one
         alone.
 
@@ -470,7 +477,7 @@ class PinnedSelection:
                 hint = f"{mend}; or add `--remote {there[0]}` to `ckptd resume` on every node"
                 raise _of_its_kind(error, msg, hint) from error
 
-    def settle(self, choice: Choice, sources: Sources) -> None:
+    def settle(self, choice: Candidates, sources: RemoteSources) -> None:
         """Pin the save, before a remote that failed meanwhile is left out."""
         if not self.is_bound or self._key is not None:
             return
@@ -482,7 +489,7 @@ class PinnedSelection:
                 self._key, self._views = key, views
                 return
 
-    def candidate(self, choice: Choice, sources: Sources) -> Candidate | None:
+    def candidate(self, choice: Candidates, sources: RemoteSources) -> Candidate | None:
         """Return the one to take; None: nothing is there at all.
 
         Raises:
@@ -509,7 +516,7 @@ class PinnedSelection:
             return True
         return not any(view.commit.form == ZERO for _, view in self._views)
 
-    def _unknown(self, tag: str, sources: Sources) -> CkptdError:
+    def _unknown(self, tag: str, sources: RemoteSources) -> CkptdError:
         if sources.absent:
             return sources.absent[0]
         known = {v.commit.tag for r in sources.remotes for v in r.commits if v.commit.form in FORMS}
@@ -518,7 +525,7 @@ class PinnedSelection:
         msg = f"there is no checkpoint {tag!r} to resume from in {where}"
         return NotFoundError(msg, hint=f"nearest: {near}; `ckptd list` shows all" if near else "")
 
-    def _lost(self, key: tuple[Order, str], choice: Choice, sources: Sources) -> CkptdError:
+    def _lost(self, key: tuple[Order, str], choice: Candidates, sources: RemoteSources) -> CkptdError:
         """Return why it cannot be taken, and what to do."""
         order, tag = key
         several = self.options.nodes.count > 1
@@ -547,7 +554,7 @@ def _counts(views: Sequence[tuple[RemoteInventory, CommitView]], nodes: Nodes) -
     if any(view.commit.form == ZERO and not view.commit.grid.is_model_only for _, view in views):
         return True
     alone = [(remote, view) for remote, view in views if view.commit.form == UNIVERSAL]
-    return len(readable_copies(alone, nodes, frozenset(), Choice())) < len(alone)
+    return len(readable_copies(alone, nodes, frozenset(), Candidates())) < len(alone)
 
 
 def _of_its_kind(error: CkptdError, message: str, hint: str) -> CkptdError:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from ckptd.conversion.cluster.extents import LocalPlace, LocalShards, save_dirs
 from ckptd.conversion.cluster.grouping import (
     ANYWHERE,
+    CutLayout,
     Home,
-    Item,
-    Layout,
+    PlanLine,
     Run,
     borders_of,
     chosen,
@@ -113,11 +113,11 @@ def test_each_part_goes_to_who_holds_it() -> None:
     stream.seek(0)
     index = index_of(stream)
 
-    def parts(item: Item) -> tuple[Part, ...]:
+    def parts(item: PlanLine) -> tuple[Part, ...]:
         stream.seek(item.offset)
         return parts_of(stream.read(item.line_bytes))
 
-    layout = Layout(lambda _: 16 * MIB, parts, {0: A, 1: B})
+    layout = CutLayout(lambda _: 16 * MIB, parts, {0: A, 1: B})
     made: dict[tuple[str, int], Home] = {}
     sizes: dict[Home, int] = {}
     for home, batch in tasks_of(index, set(), layout, task_bytes=64 * MIB, missing={}):

@@ -18,8 +18,8 @@ from ckptd.conversion.cluster import pool
 from ckptd.conversion.cluster.extents import Extents, spans_of
 from ckptd.conversion.cluster.grouping import (
     ANYWHERE,
+    CutLayout,
     Index,
-    Layout,
     TaskOutput,
     clipped,
     index_of,
@@ -58,7 +58,7 @@ def tasks(
     missing: dict[str, list[int]] | None = None,
 ) -> list[list[TaskOutput]]:
     """What tasks make where nobody holds anything."""
-    layout = Layout(None if part_bytes is None else lambda _: part_bytes)
+    layout = CutLayout(None if part_bytes is None else lambda _: part_bytes)
     found = tasks_of(index, set(done), layout, task_bytes=task_bytes, missing=missing or {})
     return [batch for home, batch in found if home == ANYWHERE]
 

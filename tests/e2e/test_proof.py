@@ -20,7 +20,7 @@ import torch
 from ckptd.base import files
 from ckptd.base.files import opened_real
 from ckptd.conversion.plan import OutputCheck
-from ckptd.conversion.reader import Sources, refuse_unequal
+from ckptd.conversion.reader import SourceFiles, refuse_unequal
 from ckptd.conversion.universal import UniversalLayout
 from ckptd.core.model.layouts import parse_shard_name
 from ckptd.errors import DamagedError, RefusedError
@@ -28,7 +28,7 @@ from ckptd.formats.zero import round_robin, stage12
 from ckptd.formats.zero.experts import Experts
 from ckptd.formats.zero.proof import Proof
 from ckptd.formats.zero.save import Save
-from ckptd.formats.zero.shards import OptimShard, Parameter, Piece, Source
+from ckptd.formats.zero.shards import OptimShard, Parameter, Piece, SourceShard
 from ckptd.formats.zero.survey import Surveyor
 from tests.support import real
 from tests.support.real import TAG, Recipe
@@ -52,7 +52,7 @@ class Scene:
     """A save as the planner sees it, and its files."""
 
     save: Save
-    sources: Sources
+    sources: SourceFiles
     truth: Bytes
 
     def bytes_planned(self) -> Bytes:
@@ -97,10 +97,10 @@ def scene_of(folder: Path) -> Iterator[Scene]:
     for path in sorted(folder.iterdir()):
         shard = parse_shard_name(path.name)
         if shard is not None:
-            listed.append(Source(0, path.name, shard.role.value, shard.shard.d, shard.shard.mm))
+            listed.append(SourceShard(0, path.name, shard.role.value, shard.shard.d, shard.shard.mm))
     with opened_real(str(folder)) as fd:
         save = Surveyor(lambda path: files.reading(fd, path), listed, []).survey()
-        sources = Sources(fd, [r.path for r in save.reads], [r.identity for r in save.reads])
+        sources = SourceFiles(fd, [r.path for r in save.reads], [r.identity for r in save.reads])
         scene = Scene(save, sources, {})
         scene.truth = scene.bytes_planned()
         yield scene

@@ -23,7 +23,7 @@ from ckptd.conversion.engine.writer import Counters
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import OutputFile
-from ckptd.conversion.reader import Sources
+from ckptd.conversion.reader import SourceFiles
 from ckptd.conversion.remote.convert import RemoteConversion
 from ckptd.conversion.remote.uploader import Target, Uploader
 from ckptd.errors import CkptdError, DamagedError, NotFoundError, RefusedError, TargetExists, UsageError
@@ -353,7 +353,7 @@ def test_the_next_attempt_gives_up_what_a_killed_one_left(
     first = target()
     first.begin("plan")
     with pytest.raises(Killed):
-        Uploader(first, Sources(-1, [], []), {}, counters, check_stop).make(output)
+        Uploader(first, SourceFiles(-1, [], []), {}, counters, check_stop).make(output)
     (left,) = there.list_multipart_uploads(**place)["Uploads"]
     stranger = there.create_multipart_upload(Bucket=servers.BUCKET, Key=left["Key"])["UploadId"]
     with pytest.raises(TargetExists):
@@ -362,7 +362,7 @@ def test_the_next_attempt_gives_up_what_a_killed_one_left(
     again = target()
     again.begin("plan")
     assert [one["UploadId"] for one in there.list_multipart_uploads(**place)["Uploads"]] == [stranger]
-    Uploader(again, Sources(-1, [], []), {}, Counters(), lambda: None).make(output)
+    Uploader(again, SourceFiles(-1, [], []), {}, Counters(), lambda: None).make(output)
     again.publish(b"{}", pointer=None)
     names = [one["Key"].rpartition("/")[2] for one in there.list_objects_v2(**place)["Contents"]]
     assert names == ["big.pt", "ckptd.json"]

@@ -92,7 +92,7 @@ def register(app: typer.Typer) -> None:
         _print_json(report) if as_json else _print_rows(_report_rows(report))
 
 
-class Wanted(TypedDict):
+class FormOptions(TypedDict):
     """Hold the options that say what is made."""
 
     form: Form
@@ -100,7 +100,7 @@ class Wanted(TypedDict):
     max_shard_bytes: int
 
 
-def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
+def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> FormOptions:
     from ckptd.conversion.options import parse_form
     from ckptd.errors import UsageError
 
@@ -116,7 +116,7 @@ def _form(form: str, dtype: str, max_shard_size: str, compat: str) -> Wanted:
     size = _size("--max-shard-size", max_shard_size, "5GB")
     if size < 1:
         raise UsageError(f"--max-shard-size {max_shard_size} is too small", hint="for example 5GB")
-    return Wanted(form=kind, dtype=element, max_shard_bytes=size)
+    return FormOptions(form=kind, dtype=element, max_shard_bytes=size)
 
 
 def _size(option: str, text: str, example: str) -> int:

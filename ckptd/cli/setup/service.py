@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptd.config.loader import LoadedConfig
-    from ckptd.maintenance.install.plan import Step, Target
+    from ckptd.maintenance.install.plan import Step, UnitsTarget
     from ckptd.maintenance.install.units import DropIn
 
 _LINGER = Path("/var/lib/systemd/linger")
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
             _uninstall(target, dry_run=dry_run)
 
 
-def _install(target: Target, config_dir: str, *, starts: bool, dry_run: bool) -> None:
+def _install(target: UnitsTarget, config_dir: str, *, starts: bool, dry_run: bool) -> None:
     from ckptd.maintenance.install.plan import install_steps
 
     place = _config_dir(target, config_dir)
@@ -74,24 +74,24 @@ def _install(target: Target, config_dir: str, *, starts: bool, dry_run: bool) ->
         _say(f"→ {line}")
 
 
-def _uninstall(target: Target, *, dry_run: bool) -> None:
+def _uninstall(target: UnitsTarget, *, dry_run: bool) -> None:
     from ckptd.maintenance.install.plan import uninstall_steps
 
     _carry(uninstall_steps(target), dry_run=dry_run)
 
 
-def _target(*, user: bool, run_as: str, root: str) -> Target:
+def _target(*, user: bool, run_as: str, root: str) -> UnitsTarget:
     import os
     import pwd
 
     from ckptd.errors import NotFoundError, UsageError
-    from ckptd.maintenance.install.plan import SYSTEM_UNITS, Target
+    from ckptd.maintenance.install.plan import SYSTEM_UNITS, UnitsTarget
 
     if user and (run_as or root):
         raise UsageError("--user is for yourself and this machine; it takes no --run-as and no --root")
     if user or (os.geteuid() != 0 and not run_as):
         base = os.environ.get("XDG_CONFIG_HOME") or Path("~/.config").expanduser()
-        return Target(folder=Path(base) / "systemd" / "user", user=None)
+        return UnitsTarget(folder=Path(base) / "systemd" / "user", user=None)
     if not run_as:
         hint = "--run-as alice (jobs in /etc/ckptd/alice/jobs.d), or --user as that user"
         raise UsageError("which user trains? ckptd runs as that user", hint=hint)
@@ -103,10 +103,10 @@ def _target(*, user: bool, run_as: str, root: str) -> Target:
             raise NotFoundError(
                 f"there is no user {run_as!r} here", hint="name the user who trains"
             ) from None
-    return Target(folder=where / SYSTEM_UNITS.relative_to("/"), user=run_as, root=where)
+    return UnitsTarget(folder=where / SYSTEM_UNITS.relative_to("/"), user=run_as, root=where)
 
 
-def _config_dir(target: Target, given: str) -> Path:
+def _config_dir(target: UnitsTarget, given: str) -> Path:
     """Return the directory of the job files. One user's own variable does not apply to another user's
     service.
     """
@@ -117,7 +117,7 @@ def _config_dir(target: Target, given: str) -> Path:
     return Path(given).absolute() if given else _units_own(target)
 
 
-def _units_own(target: Target) -> Path:
+def _units_own(target: UnitsTarget) -> Path:
     """Return the directory of job files that the service's unit names by default."""
     import os
 
@@ -136,7 +136,7 @@ def _loaded(place: Path) -> LoadedConfig:
     return loaded
 
 
-def _drop_in(loaded: LoadedConfig, target: Target, place: Path) -> DropIn:
+def _drop_in(loaded: LoadedConfig, target: UnitsTarget, place: Path) -> DropIn:
     import psutil
 
     from ckptd.errors import RefusedError
@@ -179,7 +179,7 @@ def _program(root: Path) -> tuple[str, ...]:
     return program
 
 
-def _next_steps(target: Target, loaded: LoadedConfig, place: Path, *, started: bool) -> list[str]:
+def _next_steps(target: UnitsTarget, loaded: LoadedConfig, place: Path, *, started: bool) -> list[str]:
     from ckptd.config.commands import user_name
 
     name = target.service.removesuffix(".service")

@@ -32,7 +32,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass(slots=True)
-class Tally:
+class AttemptTally:
     """Count what an attempt did; bytes are of sources, but `bytes_done` of outputs."""
 
     bytes_local: int = 0
@@ -72,7 +72,7 @@ class _Asked:
     future: Any
 
 
-class Attempt:
+class ClusterAttempt:
     """See the module's first lines.
 
     `stream`: the plan; `known`: every source that it names, by number; `holders`: who has which.
@@ -108,9 +108,9 @@ class Attempt:
         self._there: dict[str, int] = {}
         self._asked: dict[str, _Asked] = {}
         self._ready_joins: list[Join] = []
-        self.tally = Tally()
+        self.tally = AttemptTally()
 
-    def run(self) -> Tally:
+    def run(self) -> AttemptTally:
         """Run tasks until every output is in its place and proven.
 
         Raises:

@@ -15,7 +15,7 @@ import ckptd
 from ckptd import errors
 from ckptd.base import files
 from ckptd.base.extents import identity_of
-from ckptd.conversion.cluster.attempt import Attempt, Tally
+from ckptd.conversion.cluster.attempt import AttemptTally, ClusterAttempt
 from ckptd.conversion.cluster.destination import AttemptLog, ClusterDestination, give_up, publish_folder
 from ckptd.conversion.cluster.grouping import index_of, without_links
 from ckptd.conversion.cluster.memory import LEAST_BUDGET_BYTES
@@ -189,7 +189,7 @@ class Clustered(RemoteConversion):
         with place.reading_plan() as stream:
             index = index_of(stream)
             known, wanted = self._sources(conversion, index)
-            attempt = Attempt(
+            attempt = ClusterAttempt(
                 self._crew,
                 self._job(conversion, end, note),
                 end.store,
@@ -289,7 +289,7 @@ class Clustered(RemoteConversion):
         return [replace(file, path=file.path.removeprefix(cut)) for file in self._remote.files]
 
     def _check_sources(
-        self, conversion: Conversion, index: Index, wanted: list[RemoteFile], tally: Tally
+        self, conversion: Conversion, index: Index, wanted: list[RemoteFile], tally: AttemptTally
     ) -> None:
         """Check that the sources are what was planned (P4), and what was read of them is what was committed
         (P2)."""
@@ -312,7 +312,7 @@ class Clustered(RemoteConversion):
         tally.bytes_read += ranges.fetched_bytes
 
 
-def _report_of(tally: Tally, crew: WorkerPool) -> ClusterReport:
+def _report_of(tally: AttemptTally, crew: WorkerPool) -> ClusterReport:
     return ClusterReport(
         workers=crew.workers,
         tasks=tally.tasks,

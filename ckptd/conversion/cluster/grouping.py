@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class PlanLine:
     """A line of the plan: an output under all of its names, or (no names) a comparison."""
 
     offset: int
@@ -54,21 +54,21 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class HomeChoice:
     """Hold the home chosen for a piece and the bytes of the piece that only other homes hold."""
 
     home: Home
     foreign_bytes: int
 
 
-def chosen(totals: Mapping[Home, int]) -> Choice:
+def chosen(totals: Mapping[Home, int]) -> HomeChoice:
     """Return the home that holds most of what is read."""
     whole = sum(totals.values())
     own = {home: sum(n for other, n in totals.items() if home <= other) for home in totals if home}
     if not own:
-        return Choice(ANYWHERE, whole)
+        return HomeChoice(ANYWHERE, whole)
     home = max(own, key=lambda one: (own[one], sorted(one)))
-    return Choice(home, whole - own[home])
+    return HomeChoice(home, whole - own[home])
 
 
 def totals_of(runs: Iterable[Run], begin: int = 0, end: int | None = None) -> dict[Home, int]:
@@ -143,7 +143,7 @@ def _merged(blocks: Sequence[Run], best: Sequence[tuple[int, int, int] | None]) 
     return tuple(reversed(found))
 
 
-class Layout:
+class CutLayout:
     """Describe how outputs are cut into parts, and who holds each source.
 
     `part_bytes`: by an output's size that of its parts, where the destination joins them; `parts_of`: what an
@@ -153,7 +153,7 @@ class Layout:
     def __init__(
         self,
         part_bytes: Callable[[int], int] | None,
-        parts_of: Callable[[Item], Iterable[Part]] = lambda _: (),
+        parts_of: Callable[[PlanLine], Iterable[Part]] = lambda _: (),
         holders: Mapping[int, Home] | None = None,
         begun: Mapping[str, PartLayout] | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class Layout:
         self._begun = begun or {}
         self._last: tuple[int, list[Run]] | None = None
 
-    def cuts(self, item: Item, name: str, *, is_alone: bool) -> PartLayout | None:
+    def cuts(self, item: PlanLine, name: str, *, is_alone: bool) -> PartLayout | None:
         """Return the parts that an output is sent in; None: it is one worker's, whole.
 
         `is_alone`: nothing else reads what it reads.
@@ -176,7 +176,7 @@ class Layout:
         borders = self._borders(item, even) if is_alone and self._holders else ()
         return replace(even, borders=borders) if borders or even.parts > 1 else None
 
-    def _borders(self, item: Item, even: PartLayout) -> tuple[int, ...]:
+    def _borders(self, item: PlanLine, even: PartLayout) -> tuple[int, ...]:
         runs = self._runs(item)
         borders = borders_of(runs) if item.nbytes > LEAST_PART_BYTES else ()
         if even.parts == 1 and borders:
@@ -186,13 +186,13 @@ class Layout:
                 return ()
         return borders if replace(even, borders=borders).parts <= MAX_PARTS else ()
 
-    def home_of_part(self, item: Item, offset: int, nbytes: int) -> Home:
+    def home_of_part(self, item: PlanLine, offset: int, nbytes: int) -> Home:
         """Return the home that should upload a piece of an output."""
         if not self._holders:
             return ANYWHERE
         return chosen(totals_of(self._runs(item), offset, offset + nbytes)).home
 
-    def home(self, items: Iterable[Item]) -> Home:
+    def home(self, items: Iterable[PlanLine]) -> Home:
         """Return the home that should upload these outputs whole."""
         if not self._holders:
             return ANYWHERE
@@ -202,7 +202,7 @@ class Layout:
                 totals[home] = totals.get(home, 0) + nbytes
         return chosen(totals).home
 
-    def _runs(self, item: Item) -> list[Run]:
+    def _runs(self, item: PlanLine) -> list[Run]:
         if self._last is None or self._last[0] != item.offset:
             self._last = item.offset, [self._run(part) for part in self._parts_of(item)]
         return self._last[1]
@@ -231,7 +231,7 @@ class Index:
     header: Header
     identities: list[tuple[int, ...]]
     trailer: Trailer
-    items: list[Item]
+    items: list[PlanLine]
     together: list[int]
     """Item → the first item that reads large ranges of the same bytes; itself where none does."""
 
@@ -240,7 +240,7 @@ class Index:
 class TaskOutput:
     """Name an output of a task: an item under one name, whole or (first, count) of its parts."""
 
-    item: Item
+    item: PlanLine
     name: str
     parts: tuple[int, int] | None = None
     cuts: PartLayout | None = None
@@ -263,7 +263,7 @@ def index_of(stream: IO[bytes]) -> Index:
         DamagedError: it ends early.
     """
     reader = PlanReader(stream)
-    items: list[Item] = []
+    items: list[PlanLine] = []
     links: dict[str, tuple[str, ...]] = {}
     shared = _Shared(sum(s.bytes for s in reader.header.sources))
     at = stream.tell()
@@ -271,7 +271,7 @@ def index_of(stream: IO[bytes]) -> Index:
         raw = json.loads(line)
         if "end" in raw:
             named = [
-                Item(
+                PlanLine(
                     offset=i.offset,
                     line_bytes=i.line_bytes,
                     nbytes=i.nbytes,
@@ -297,7 +297,7 @@ def index_of(stream: IO[bytes]) -> Index:
             shared.add(len(items), parts)
             nbytes = sum(part.nbytes for part in parts)
             names = (raw["f"],) if "f" in raw else ()
-            items.append(Item(offset=at, line_bytes=len(line), nbytes=nbytes, names=names))
+            items.append(PlanLine(offset=at, line_bytes=len(line), nbytes=nbytes, names=names))
         at += len(line)
     raise DamagedError("the plan ends early", hint="convert again; nothing was published")
 
@@ -339,7 +339,7 @@ def clipped(parts: Iterable[Part], begin: int, end: int) -> tuple[tuple[Part, ..
 
 
 def tasks_of(
-    index: Index, done: set[str], layout: Layout, *, task_bytes: int, missing: dict[str, list[int]]
+    index: Index, done: set[str], layout: CutLayout, *, task_bytes: int, missing: dict[str, list[int]]
 ) -> Iterator[tuple[Home, list[TaskOutput]]]:
     """Group the outputs into tasks, each with its home workers; names in `done` are left out.
 
@@ -375,14 +375,14 @@ def tasks_of(
         yield home, batch.wanted
 
 
-def _wanted(item: Item, done: set[str]) -> list[TaskOutput]:
+def _wanted(item: PlanLine, done: set[str]) -> list[TaskOutput]:
     if not item.names:
         return [TaskOutput(item=item, name="")]
     return [TaskOutput(item=item, name=name) for name in item.names if name not in done]
 
 
 def _by_parts(
-    ones: list[TaskOutput], layout: Layout, task_bytes: int, numbers: list[int]
+    ones: list[TaskOutput], layout: CutLayout, task_bytes: int, numbers: list[int]
 ) -> Iterator[tuple[Home, list[TaskOutput]]]:
     """Runs of parts of one item, under all its names together: they read the same."""
     item, cuts = ones[0].item, ones[0].cuts
@@ -402,9 +402,9 @@ def _by_parts(
         numbers = numbers[run:]
 
 
-def _groups(index: Index) -> Iterator[list[Item]]:
+def _groups(index: Index) -> Iterator[list[PlanLine]]:
     """Items in the order of the plan; those that belong together where the first of them is."""
-    members: dict[int, list[Item]] = {}
+    members: dict[int, list[PlanLine]] = {}
     for number, first in enumerate(index.together):
         members.setdefault(first, []).append(index.items[number])
     yield from members.values()

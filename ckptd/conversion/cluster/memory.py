@@ -30,7 +30,7 @@ _SETTINGS = {_M_ARENA_MAX: 2, _M_MMAP_THRESHOLD: 256 << 10, _M_TRIM_THRESHOLD: 1
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class MemoryShares:
     """Divide a memory budget: `tasks` at a time, each with `lanes` and a cache of blocks."""
 
     tasks: int
@@ -43,14 +43,14 @@ class Shares:
         return BASE_BYTES + self.tasks * (self.cache_bytes + self.lanes * LANE_BYTES)
 
 
-def shares_of(budget_bytes: int) -> Shares:
+def shares_of(budget_bytes: int) -> MemoryShares:
     """Divide a budget of `LEAST_BUDGET_BYTES` or more: first among tasks, then lanes, then the cache."""
     room = budget_bytes - BASE_BYTES
     tasks = max(1, min(MOST_TASKS, room // TASK_BYTES))
     share = room // tasks
     lanes = max(1, min(MOST_LANES, (share - LEAST_CACHE_BYTES) // LANE_BYTES))
     cache = max(LEAST_CACHE_BYTES, min(MOST_CACHE_BYTES, share - lanes * LANE_BYTES))
-    return Shares(tasks, lanes, cache)
+    return MemoryShares(tasks, lanes, cache)
 
 
 def keep_small() -> None:

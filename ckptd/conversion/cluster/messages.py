@@ -94,7 +94,7 @@ class Join(Model):
     parts: tuple[SentPart, ...]
 
 
-class Proof(Model):
+class OutputProof(Model):
     """An output to be read back."""
 
     path: str
@@ -111,13 +111,13 @@ class Task(Model):
     """Lines of the plan: copies that must be equal."""
     pieces: tuple[UploadPiece, ...] = ()
     joins: tuple[Join, ...] = ()
-    proofs: tuple[Proof, ...] = ()
+    proofs: tuple[OutputProof, ...] = ()
     crc32s: tuple[int, ...] = ()
     """Sources whose own checksums are compared."""
     nbytes: int = 0
 
 
-class Done(Model):
+class DoneOutput(Model):
     """An output that is in its place, proven."""
 
     path: str
@@ -147,7 +147,7 @@ class Result(Model):
 
     number: int
     worker: str
-    done: tuple[Done, ...] = ()
+    done: tuple[DoneOutput, ...] = ()
     parts: tuple[Parts, ...] = ()
     extents: tuple[Extent, ...] = ()
     read_bytes: int = 0

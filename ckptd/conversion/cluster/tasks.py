@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 from typing import IO, TYPE_CHECKING
 
-from ckptd.conversion.cluster.grouping import ANYWHERE, Layout, parts_of, tasks_of
-from ckptd.conversion.cluster.messages import Proof, Task, TaskSource, UploadPiece
+from ckptd.conversion.cluster.grouping import ANYWHERE, CutLayout, parts_of, tasks_of
+from ckptd.conversion.cluster.messages import OutputProof, Task, TaskSource, UploadPiece
 from ckptd.conversion.cluster.uploader import shares_uploads, upload_of
 from ckptd.conversion.parts import ranges_of
 from ckptd.errors import TargetExists
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ckptd.conversion.cluster.destination import AttemptLog
-    from ckptd.conversion.cluster.grouping import Home, Index, Item, TaskOutput
+    from ckptd.conversion.cluster.grouping import Home, Index, PlanLine, TaskOutput
     from ckptd.conversion.cluster.messages import ClusterJob
     from ckptd.conversion.parts import Part
     from ckptd.storage.stores.base import Store
@@ -81,21 +81,21 @@ class TaskBuilder:
             homes.setdefault(home, []).append(batch)
         return {home: self._handfuls(iter(own), [], there, threads) for home, own in homes.items()}
 
-    def _layout(self) -> Layout:
+    def _layout(self) -> CutLayout:
         store = shares_uploads(self._store)
         if store is None:
-            return Layout(None, self._parts_of, self._holders)
+            return CutLayout(None, self._parts_of, self._holders)
         wanted, sizes = (
             store.access.part_size_bytes,
             {n: i.nbytes for i in self._index.items for n in i.names},
         )
         begun = {name: upload_of(t, sizes[name]).cuts for name, t in self._note.progress.uploads.items()}
-        return Layout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun)
+        return CutLayout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun)
 
-    def _parts_of(self, item: Item) -> tuple[Part, ...]:
+    def _parts_of(self, item: PlanLine) -> tuple[Part, ...]:
         return parts_of(self._line(item))
 
-    def _line(self, item: Item) -> str:
+    def _line(self, item: PlanLine) -> str:
         self._stream.seek(item.offset)
         return self._stream.read(item.line_bytes).decode()
 
@@ -167,6 +167,6 @@ class TaskBuilder:
     def proving(self, sizes: Mapping[str, int]) -> Iterator[list[Task]]:
         """Every output is read back from where it is."""
         done = self._note.progress.done
-        proofs = [Proof(path=p, nbytes=n, crc64=done[p]) for p, n in sizes.items()]
+        proofs = [OutputProof(path=p, nbytes=n, crc64=done[p]) for p, n in sizes.items()]
         for first in range(0, len(proofs), _PROOFS):
             yield [Task(number=next(self.numbers), proofs=tuple(proofs[first : first + _PROOFS]))]

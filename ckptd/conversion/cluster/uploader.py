@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.conversion.cluster.grouping import clipped, parts_of
 from ckptd.conversion.cluster.memory import HELD_BYTES
-from ckptd.conversion.cluster.messages import Done, Parts, SentPart, UploadPiece
+from ckptd.conversion.cluster.messages import DoneOutput, Parts, SentPart, UploadPiece
 from ckptd.conversion.remote.uploader import PartsSource
 from ckptd.errors import (
     RemoteUnreachable,
@@ -31,14 +31,14 @@ from ckptd.storage.stores.sources import WrappedSource, crc64_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ckptd.conversion.cluster.messages import ClusterJob, Join, Proof
+    from ckptd.conversion.cluster.messages import ClusterJob, Join, OutputProof
     from ckptd.conversion.parts import Part
     from ckptd.conversion.reader import Ranges
     from ckptd.storage.stores.base import Store
-    from ckptd.storage.stores.s3.parts import Upload
+    from ckptd.storage.stores.s3.parts import MultipartUpload
 
 
-def upload_of(token: str, nbytes: int) -> Upload:
+def upload_of(token: str, nbytes: int) -> MultipartUpload:
     """Return the upload that a token means, of an output of `nbytes` bytes.
 
     Raises:
@@ -125,7 +125,7 @@ class PieceUploader:
         self._ranges = ranges
         self._command = check_stop
         self.lanes = FailFastPool()
-        self.done: list[Done] = []
+        self.done: list[DoneOutput] = []
         self.parts: list[Parts] = []
 
     def _check_stop(self) -> None:
@@ -143,7 +143,7 @@ class PieceUploader:
         resumed = piece.is_there and self._is_there(key, piece.nbytes, crc)
         if not resumed:
             crc = self._send_whole(key, unit)
-        self.done.append(Done(path=piece.path, nbytes=piece.nbytes, crc64=to_hex(crc), resumed=resumed))
+        self.done.append(DoneOutput(path=piece.path, nbytes=piece.nbytes, crc64=to_hex(crc), resumed=resumed))
 
     def _source(self, unit: Unit) -> _Slice:
         modes = self._job.file_mode, self._job.folder_mode
@@ -215,9 +215,9 @@ class PieceUploader:
             if not self._is_there(key, join.nbytes, upload.crc):
                 raise
         store.verify(key, join.nbytes, upload.crc, lambda _: self._check_stop())
-        self.done.append(Done(path=join.path, nbytes=join.nbytes, crc64=to_hex(upload.crc)))
+        self.done.append(DoneOutput(path=join.path, nbytes=join.nbytes, crc64=to_hex(upload.crc)))
 
-    def prove(self, proof: Proof) -> None:
+    def prove(self, proof: OutputProof) -> None:
         """Read an output back."""
         key = f"{self._job.target_name}/{proof.path}"
         # a byte more than was sent: nothing may follow
@@ -225,4 +225,4 @@ class PieceUploader:
         done, crc = crc_of(stream, proof.nbytes + 1, lambda _: self._check_stop(), at_once=1)
         if (done, to_hex(crc)) != (proof.nbytes, proof.crc64):
             raise VerifyError(f"{key} in {self._store.url} is not what was sent")
-        self.done.append(Done(path=proof.path, nbytes=proof.nbytes, crc64=proof.crc64))
+        self.done.append(DoneOutput(path=proof.path, nbytes=proof.nbytes, crc64=proof.crc64))

@@ -21,9 +21,9 @@ from ckptd.conversion.engine.writer import (
     Counters,
     DirectWriter,
     Dirty,
-    Folders,
-    Settings,
+    OutputFolders,
     Stripe,
+    WriteLimits,
     own,
     stripes,
 )
@@ -35,7 +35,7 @@ from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
-    from ckptd.conversion.reader import Sources
+    from ckptd.conversion.reader import SourceFiles
 
 
 # --- Clonable ranges: one rule for executor, planner and forecast ----------------------------------------
@@ -80,7 +80,7 @@ class Tally:
 _BATCH_FILES = 48
 
 
-class Stopped(Exception):
+class StoppedByParent(Exception):
     """The parent says so: what is finished stays, the rest is done by the next attempt."""
 
 
@@ -112,11 +112,11 @@ class Worker:
     out_fd: int
     temporary_fd: int
     sources: Ranges
-    folders: Folders
-    settings: Settings
+    folders: OutputFolders
+    settings: WriteLimits
     counters: Counters
     stop: threading.Event
-    local: Sources | None = field(init=False)
+    local: SourceFiles | None = field(init=False)
     clone: bool = field(init=False)
     batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
     batched_bytes: int = 0
@@ -175,7 +175,7 @@ class Worker:
         writer.finish()
         return True
 
-    def _append(self, writer: DirectWriter, local: Sources, part: Range) -> None:
+    def _append(self, writer: DirectWriter, local: SourceFiles, part: Range) -> None:
         source, done = local[part.source], 0
         while done < part.nbytes:
             self._check_stop()
@@ -219,7 +219,7 @@ class Worker:
 
     def _check_stop(self) -> None:
         if self.stop.is_set():
-            raise Stopped
+            raise StoppedByParent
 
     def _check_room(self, length: int) -> None:
         """Raise unless writing `length` bytes leaves the reserve free for the trainer's next save (P13)."""
@@ -242,7 +242,7 @@ class Worker:
         else:
             self._made(fd, at, part, dirty)
 
-    def _range(self, local: Sources, fd: int, at: int, part: Range, dirty: Dirty) -> None:
+    def _range(self, local: SourceFiles, fd: int, at: int, part: Range, dirty: Dirty) -> None:
         """Clone the block-aligned interior and copy the ragged ends; or copy everything."""
         source = local[part.source]
         inside = interior(part.offset, part.nbytes, at) if self.clone else None
@@ -260,7 +260,7 @@ class Worker:
         self._copy(local, source, part.offset, fd, at, part.nbytes, dirty)
 
     def _copy(
-        self, local: Sources, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty
+        self, local: SourceFiles, source: int, offset: int, fd: int, at: int, length: int, dirty: Dirty
     ) -> None:
         """Copy in steps; where extents clone, a hole stays a hole (the output has its full size already)."""
         done = 0

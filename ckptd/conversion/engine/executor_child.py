@@ -20,13 +20,13 @@ from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
 from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.dtypes import use_numpy_of
-from ckptd.conversion.engine.executor import Maker, Stopped, Worker
+from ckptd.conversion.engine.executor import Maker, StoppedByParent, Worker
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restrict
 from ckptd.conversion.engine.verify import verify_outputs, verify_sources
-from ckptd.conversion.engine.writer import Counters, Folders, Settings, Ticker, own
+from ckptd.conversion.engine.writer import Counters, OutputFolders, Ticker, WriteLimits, own
 from ckptd.conversion.outputs import description_of, large_first
 from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
-from ckptd.conversion.reader import Ranges, Sources
+from ckptd.conversion.reader import Ranges, SourceFiles
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 from ckptd.storage.stores.parallel import FailFastPool
 
@@ -84,7 +84,7 @@ def serve(request: Request, execution: Callable[[Request, int, int, threading.Ev
     try:
         with opened_real(request.work) as work_fd, opened_real(request.source) as source_fd:
             execution(request, work_fd, source_fd, stop).run()
-    except Stopped:
+    except StoppedByParent:
         return 128 + STOP_SIGNAL
     except CkptdError as error:
         return fail(error)
@@ -113,8 +113,8 @@ class Execution:
         self.phase = "copying"
         self.out_fd = files.open_dir_beneath(work_fd, "out")
         self.temporary_fd = files.open_dir_beneath(work_fd, "tmp")
-        self.sources: Ranges = Sources(source_fd, [], [])
-        self.settings = Settings.within(
+        self.sources: Ranges = SourceFiles(source_fd, [], [])
+        self.settings = WriteLimits.within(
             request.memory_budget_bytes,
             threads=request.threads,
             stripe_threads=request.stripe_threads,
@@ -122,7 +122,7 @@ class Execution:
             reserve_bytes=request.reserve_bytes,
             modes=(request.file_mode, request.folder_mode, request.gid),
         )
-        self.folders = Folders(self.out_fd, self.settings)
+        self.folders = OutputFolders(self.out_fd, self.settings)
 
     def run(self) -> None:
         """Verify sources if asked, make all files, prove the sources unchanged, flush folders."""
@@ -167,9 +167,9 @@ class Execution:
         verify_outputs(plan, self.sources, self.out_fd, self.check_stop)
 
     def check_stop(self) -> None:
-        """Raise `Stopped` once the parent said so."""
+        """Raise `StoppedByParent` once the parent said so."""
         if self.stop.is_set():
-            raise Stopped
+            raise StoppedByParent
 
     def open_sources(self, plan: PlanReader) -> Ranges:
         """Open only names that the parent listed, each if it is still the file that was planned."""
@@ -177,7 +177,7 @@ class Execution:
         for source in plan.header.sources:
             if source.path not in allowed:
                 raise SourceChanged(f"the plan names {source.path}, which was not listed")
-        return Sources(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
+        return SourceFiles(self.source_fd, [s.path for s in plan.header.sources], plan.identities)
 
     def recheck_sources(self, plan: PlanReader) -> None:
         """Raise unless the source files are still those that were planned."""

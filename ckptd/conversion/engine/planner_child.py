@@ -35,7 +35,7 @@ from ckptd.formats.zero import round_robin
 from ckptd.formats.zero.facts import as_dict
 from ckptd.formats.zero.proof import Proof
 from ckptd.formats.zero.save import Read, notes
-from ckptd.formats.zero.shards import Source
+from ckptd.formats.zero.shards import SourceShard
 from ckptd.formats.zero.survey import SAFE, Surveyor
 from ckptd.formats.zero.universal_save import UniversalReader, is_universal
 
@@ -81,7 +81,7 @@ class Nowhere(io.BytesIO):
 
 def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
     """Write the plan; returns what it comes to."""
-    sources = [Source(0, path, role, d, mm) for path, role, d, mm in request["files"]]
+    sources = [SourceShard(0, path, role, d, mm) for path, role, d, mm in request["files"]]
     of_mirror = MirrorFd if request["partial"] else int
     prefix, form = request["prefix"], request["form"]
     with opened_real(request["root"]) as dir_fd:
@@ -135,7 +135,7 @@ def _why_uncompared(request: dict[str, Any], save: Save) -> str:
     return ""
 
 
-def _read(request: dict[str, Any], opening: Opening, sources: list[Source]) -> Save:
+def _read(request: dict[str, Any], opening: Opening, sources: list[SourceShard]) -> Save:
     """Read a folder of shards; for dcp, a universal one as well."""
     form = request["form"]
     if form == "dcp" and request["partial"] and "zero" in request["folders"]:

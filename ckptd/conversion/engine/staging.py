@@ -385,7 +385,7 @@ _COMPANION = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class PlanOrigin:
     """Name what a conversion reads: shards at `root`/`prefix`…, and `companions`, names in `root`."""
 
     root: str
@@ -403,16 +403,16 @@ def is_config(path: str) -> bool:
     return path in CONFIGS or (path.count("/") == 1 and path.endswith(f"/{ADAPTER_CONFIG}"))
 
 
-def find_origin(folder: SourceFolder) -> Origin:
+def find_origin(folder: SourceFolder) -> PlanOrigin:
     """The folder of the shards, or the one above, when a configuration lies there."""
     parent, name = os.path.split(folder.path)
     here = _companions(folder.path)
     if any(is_config(path) for path in here):
-        return Origin(folder.path, "", tuple(sorted(here)))
+        return PlanOrigin(folder.path, "", tuple(sorted(here)))
     above = _companions(parent) if name else set()
     if any(is_config(path) for path in above) and any(is_file(os.path.join(parent, mark)) for mark in MARKS):
-        return Origin(parent, f"{name}/", tuple(sorted(above)))
-    return Origin(folder.path, "", ())
+        return PlanOrigin(parent, f"{name}/", tuple(sorted(above)))
+    return PlanOrigin(folder.path, "", ())
 
 
 def _companions(folder: str) -> set[str]:

@@ -26,7 +26,7 @@ from ckptd.conversion.engine.staging import (
     BLOCK_BYTES,
     OUTPUT,
     PLAN,
-    Origin,
+    PlanOrigin,
     SourceFolder,
     StagingDir,
     check_destination,
@@ -67,13 +67,13 @@ def numpy_for(options: ConvertOptions) -> str:
         return ""
 
 
-def origin_of(folder: SourceFolder, options: ConvertOptions) -> Origin:
+def origin_of(folder: SourceFolder, options: ConvertOptions) -> PlanOrigin:
     """Return the folder that paths of the plan are relative to."""
-    return find_origin(folder) if options.form == "weights" else Origin(folder.path, "", ())
+    return find_origin(folder) if options.form == "weights" else PlanOrigin(folder.path, "", ())
 
 
 def plan_request(
-    folder: SourceFolder, origin: Origin, options: ConvertOptions, *, block: bool, dry: bool = False
+    folder: SourceFolder, origin: PlanOrigin, options: ConvertOptions, *, block: bool, dry: bool = False
 ) -> dict[str, Any]:
     """Return the request of `ckptd.conversion.engine.planner_child`."""
     return {
@@ -179,7 +179,7 @@ class Conversion:
     def __init__(
         self,
         folder: SourceFolder,
-        origin: Origin,
+        origin: PlanOrigin,
         options: ConvertOptions,
         on_progress: Callable[[ConvertProgress], None] | None,
         should_stop: Callable[[], bool] | None,
@@ -459,7 +459,7 @@ def forecast(source: Path, destination: Path, options: ConvertOptions | None = N
 
 
 def planned(
-    folder: SourceFolder, origin: Origin, options: ConvertOptions, started: float, *, clones: bool = False
+    folder: SourceFolder, origin: PlanOrigin, options: ConvertOptions, started: float, *, clones: bool = False
 ) -> Forecast:
     """Return the forecast of the planning child, without free space; `started` is of the monotonic clock.
 

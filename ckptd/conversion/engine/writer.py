@@ -24,7 +24,7 @@ PROGRESS_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class WriteLimits:
     """Hold the limits of writing: window and batch bound the dirty pages of a thread; the reserve stays
     free."""
 
@@ -48,11 +48,11 @@ class Settings:
         clone: bool,
         reserve_bytes: int,
         modes: tuple[int, int, int],
-    ) -> Settings:
+    ) -> WriteLimits:
         """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
         share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
         window = min(64 * MIB, share)
-        return Settings(
+        return WriteLimits(
             window_bytes=window,
             batch_bytes=window,
             threads=threads,
@@ -122,10 +122,10 @@ class Ticker:
         sys.stdout.flush()
 
 
-class Folders:
+class OutputFolders:
     """Folders below the output folder, made on demand."""
 
-    def __init__(self, out_fd: int, settings: Settings) -> None:
+    def __init__(self, out_fd: int, settings: WriteLimits) -> None:
         self._out_fd = out_fd
         self._settings = settings
         self._lock = threading.Lock()

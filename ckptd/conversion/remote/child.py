@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptd.conversion.engine.executor import Stopped
+from ckptd.conversion.engine.executor import StoppedByParent
 from ckptd.conversion.engine.executor_child import Execution, Request, serve
 from ckptd.conversion.plan import OutputLink, PlanReader
 from ckptd.conversion.remote.reader import RemoteRanges
@@ -78,7 +78,7 @@ class RangedExecution(Execution):
         self.target.begin(digest)
         try:
             super().run()
-        except Stopped:
+        except StoppedByParent:
             raise
         except (CkptdError, OSError):
             self.target.give_up()

@@ -20,7 +20,7 @@ from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_reques
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.outputs import Outputs, description_of
 from ckptd.conversion.parts import Range
-from ckptd.conversion.reader import Sources, refuse_unequal
+from ckptd.conversion.reader import SourceFiles, refuse_unequal
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import make_mirror, of_commit
 from ckptd.conversion.remote.uploader import PartsSource
@@ -42,7 +42,7 @@ from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ckptd.conversion.engine.staging import Origin, SourceFolder
+    from ckptd.conversion.engine.staging import PlanOrigin, SourceFolder
     from ckptd.conversion.reader import Ranges
     from ckptd.conversion.remote.source import RemoteSource
     from ckptd.formats.torchfile.archive import Record
@@ -333,7 +333,9 @@ def _of_shards(
         yield made
 
 
-def _keys_of_shards(store: Store, order: UploadRequest, where: Origin, outputs: Outputs) -> tuple[str, ...]:
+def _keys_of_shards(
+    store: Store, order: UploadRequest, where: PlanOrigin, outputs: Outputs
+) -> tuple[str, ...]:
     """Return the key of the object that holds each source of a plan, "" where none does; () if nothing does.
 
     They are those of the ZeRO form, committed before; that they hold the same bytes each upload proves.
@@ -436,7 +438,7 @@ def _plan(
     look: Callable[[], SourceFolder],
     plan: IO[bytes],
     control: TransferControl,
-) -> tuple[SourceFolder, Origin]:
+) -> tuple[SourceFolder, PlanOrigin]:
     """Have it planned; the folder of the shards, and the one that the plan's paths are relative to."""
     try:
         numpy = numpy_for(options)
@@ -458,7 +460,7 @@ def _plan(
     return folder, where
 
 
-class LocalRanges(Sources):
+class LocalRanges(SourceFiles):
     """Shards here; what was not in the page cache before is not left there (P12)."""
 
     def __init__(self, folder_fd: int, paths: list[str], identities: Sequence[tuple[int, ...]]) -> None:

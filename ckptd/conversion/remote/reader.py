@@ -33,7 +33,7 @@ _PROVEN_SHARE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class ReadProof:
     """Count the files that were compared with their manifest, and those that were read in part only."""
 
     compared: int
@@ -167,7 +167,7 @@ class RemoteRanges(Ranges):
         self._check_stop()
         return self._store.stat(file.key)
 
-    def prove(self, *, everything: bool) -> Proof:
+    def prove(self, *, everything: bool) -> ReadProof:
         """Compare files with their manifests' CRC64s; what was not needed of one is read to its end.
 
         Without `everything`, of files of which less than half was needed the records are compared that were
@@ -192,7 +192,7 @@ class RemoteRanges(Ranges):
             if to_hex(found) != file.crc64:
                 raise self._wrong(number, f"CRC64 {to_hex(found)}, committed was {file.crc64}")
             compared += 1
-        return Proof(compared=compared, in_part=in_part)
+        return ReadProof(compared=compared, in_part=in_part)
 
     def _compare_records(self, number: int, sums: RecordChecksums) -> None:
         """Read the rest of the records that were read in part, and raise if one has another checksum."""

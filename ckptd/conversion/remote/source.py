@@ -20,7 +20,7 @@ from ckptd.base import files
 from ckptd.base.extents import write_at
 from ckptd.base.names import IDENTITY_KEY
 from ckptd.config.loader import remote_from_arguments
-from ckptd.conversion.engine.staging import MARKS, Origin, is_companion, is_config, list_source
+from ckptd.conversion.engine.staging import MARKS, PlanOrigin, is_companion, is_config, list_source
 from ckptd.conversion.engine.supervisor import plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.plan import ARCHIVES
@@ -266,7 +266,7 @@ def mirror_archives(source: RemoteSource, mirror: Path) -> None:
     archives: dict[str, list[tuple[int, int]]] = {}
     folder = replace(list_source(mirror / source.name), partial=True)
     with tempfile.TemporaryFile() as listed:
-        request = plan_request(folder, Origin(folder.path, "", ()), ConvertOptions(), block=False)
+        request = plan_request(folder, PlanOrigin(folder.path, "", ()), ConvertOptions(), block=False)
         write_plan(request | {"form": ARCHIVES}, listed)
         listed.seek(0)
         try:

@@ -27,7 +27,7 @@ MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MissingPart:
     """Describe a part of a tag that another node uploaded and no COMMIT lists."""
 
     node: str
@@ -47,7 +47,7 @@ class UncommittedSave:
     mm_count: int
     age_seconds: float
     """Seconds since a part of it was sealed or uploaded."""
-    parts: Sequence[Part] = ()
+    parts: Sequence[MissingPart] = ()
     """Parts of its tag, in all open generations."""
 
 
@@ -111,7 +111,7 @@ def _is_coming(seen: SeenNode, save: UncommittedSave) -> bool:
     return newest.step == save.step and newest.last_seconds is not None and newest.last_seconds not in sent
 
 
-def _other_saves(apart: Iterable[Part]) -> str:
+def _other_saves(apart: Iterable[MissingPart]) -> str:
     """Word the two newest other saves, each with some of its nodes."""
     by_generation: dict[int, list[str]] = {}
     for part in apart:

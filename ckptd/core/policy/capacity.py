@@ -59,7 +59,7 @@ class DiskCheckpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class SaveRhythm:
     """Describe the rhythm of the run: sizes of saves, and the time between them."""
 
     sizes_bytes: tuple[int, ...]
@@ -108,7 +108,7 @@ class DiskUse:
     """A ladder leaves a universal form, and those to come can be made."""
     trainer_keeps: int | None = None
     """Number of checkpoints that the trainer's own rotation leaves here; None: it removes nothing."""
-    others: tuple[tuple[DiskUse, Pace], ...] = ()
+    others: tuple[tuple[DiskUse, SaveRhythm], ...] = ()
     """Other jobs that save to this disk."""
 
     @property
@@ -142,7 +142,7 @@ class Fit:
         return self.full_at_seconds is not None
 
 
-def saves_that_fit(disk_use: DiskUse, pace: Pace) -> Fit:
+def saves_that_fit(disk_use: DiskUse, pace: SaveRhythm) -> Fit:
     """Return how many more saves fit, if the run goes on at this pace.
 
     Save n + 1 fits if its bytes fit into: free + bytes here now − bytes that are kept after n more saves.
@@ -176,7 +176,7 @@ def saves_that_fit(disk_use: DiskUse, pace: Pace) -> Fit:
 class _Disk:
     """The bytes that one job keeps on its disk after so many more saves."""
 
-    def __init__(self, disk_use: DiskUse, pace: Pace) -> None:
+    def __init__(self, disk_use: DiskUse, pace: SaveRhythm) -> None:
         self.disk_use, self.pace = disk_use, pace
         self.flight_seconds = min(pace.flight_seconds, pace.every_seconds)
         self.here_bytes = sum(piece.bytes for piece in disk_use.pieces)
@@ -373,7 +373,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class DiskForecast:
     """Hold the forecast of a job; a value is None where the saves so far do not tell."""
 
     production_bytes_per_second: float | None = None
@@ -395,11 +395,11 @@ class Forecast:
     """Keys of the policy that keep so much that the disk fills, however fast the link is."""
 
 
-def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -> Forecast:
+def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -> DiskForecast:
     """Return what to expect if the run goes on as it did."""
     recent = _recent(saves)
     if recent is None:
-        return Forecast()
+        return DiskForecast()
     gaps = _gaps(recent)
     production = sum(save.bytes for save in recent[1:]) / sum(gaps)
     every = median(gaps)
@@ -413,7 +413,7 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     is_late = is_paced and late + every > max(OVERDUE_FACTOR * every, OVERDUE_SECONDS)
     # where nothing of ours is rotated it presses nobody: two saves, perhaps close to each other, are too few
     is_slow = 0 < speed < production and (disk_use.policy.deletes or len(recent) >= LEAST)
-    expected = Forecast(
+    expected = DiskForecast(
         production_bytes_per_second=production,
         save_every_seconds=every,
         full_in_saves=fit.saves if is_full else None,
@@ -430,7 +430,7 @@ def forecast(saves: Sequence[Saved], disk_use: DiskUse, *, now_seconds: float) -
     )
 
 
-def pace_of(saves: Sequence[Saved], now_seconds: float) -> Pace | None:
+def pace_of(saves: Sequence[Saved], now_seconds: float) -> SaveRhythm | None:
     """Return the rhythm of the run. None: the saves so far do not tell, each is written over the one before,
     or the run rests or has ended and takes no more disk space."""
     recent = _recent(saves)
@@ -452,7 +452,7 @@ def _steps(recent: Sequence[Saved]) -> int | None:
     return round(median(steps)) if steps else None
 
 
-def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) -> Pace | None:
+def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) -> SaveRhythm | None:
     if len({save.tag or save.step for save in recent}) == 1:
         return None
     sizes = [save.bytes for save in recent]
@@ -461,7 +461,7 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
     last = recent[-1].at_seconds
     since = round((now_seconds - last) / every * _GRAINS) / _GRAINS * every
     since = min(max(since, 0.0), every)
-    return Pace(
+    return SaveRhythm(
         sizes_bytes=(sizes[-1],) if is_growing else tuple(sizes),
         every_seconds=every,
         flight_seconds=median(save.written_seconds for save in recent),
@@ -472,7 +472,9 @@ def _pace(recent: Sequence[Saved], gaps: Sequence[float], now_seconds: float) ->
     )
 
 
-def _explained(expected: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded: bool) -> Forecast:
+def _explained(
+    expected: DiskForecast, disk_use: DiskUse, pace: SaveRhythm, *, is_bounded: bool
+) -> DiskForecast:
     """Add to a forecast what would keep this disk from filling: `thin`, a lower limit, or other keys."""
     if disk_use.unuploaded != "delete" and not is_bounded:
         thin = saves_that_fit(replace(disk_use, unuploaded="thin"), pace)
@@ -490,7 +492,7 @@ def _explained(expected: Forecast, disk_use: DiskUse, pace: Pace, *, is_bounded:
     return replace(expected, kept_by=tuple(spare or keys))
 
 
-def _fills(disk_use: DiskUse, pace: Pace, policy: RetentionPolicy) -> bool:
+def _fills(disk_use: DiskUse, pace: SaveRhythm, policy: RetentionPolicy) -> bool:
     return saves_that_fit(replace(disk_use, policy=policy), pace).is_full
 
 

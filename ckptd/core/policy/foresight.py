@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from ckptd.core.policy.actions import Action, Plan
-    from ckptd.core.policy.capacity import Pace
+    from ckptd.core.policy.capacity import SaveRhythm
     from ckptd.core.policy.retention import RemoteKeys, RetentionKeys
     from ckptd.core.policy.view import JobView
 
@@ -87,7 +87,7 @@ def foresee(
     view: JobView,
     keys: RetentionKeys,
     saves: int,
-    pace: Pace | None = None,
+    pace: SaveRhythm | None = None,
     may_go_on: Callable[[], bool] = lambda: True,
 ) -> tuple[ForeseenPlace, ...]:
     """Return what becomes of each place under these keys, now and after each of so many further saves.
@@ -198,7 +198,7 @@ class _Thought:
     """A view that changes as plans are carried out; collects what they delete."""
 
     view: JobView
-    pace: Pace | None
+    pace: SaveRhythm | None
     may_go_on: Callable[[], bool]
     saves: dict[int, SaveView] = field(init=False)
     """Those of the view, as they are in the middle of a turn."""

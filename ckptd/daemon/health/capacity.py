@@ -15,7 +15,7 @@ from ckptd.config.quantities import show_bandwidth, show_seconds
 from ckptd.core.model.records import ZERO
 from ckptd.core.policy.blockers import adopting
 from ckptd.core.policy.capacity import (
-    Forecast,
+    DiskForecast,
     Saved,
     disk_use_of,
     forecast,
@@ -27,7 +27,7 @@ from ckptd.daemon.uploads.session import STILL_SECONDS
 
 if TYPE_CHECKING:
     from ckptd.core.model.save import SaveWindow
-    from ckptd.core.policy.capacity import DiskUse, Pace
+    from ckptd.core.policy.capacity import DiskUse, SaveRhythm
     from ckptd.core.policy.view import Disk, JobView
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
@@ -66,7 +66,7 @@ def link_speed(job: WatchedJob, state: JobState) -> float | None:
     return min((speed for speed in speeds if speed), default=None)
 
 
-def outlook(job: WatchedJob, state: JobState) -> Forecast:
+def outlook(job: WatchedJob, state: JobState) -> DiskForecast:
     """Return the forecast of this job, if its trainer and those beside it on its disk go on as they did."""
     now = time.time()
     others = tuple((_disk_use(other, its), pace) for other, its, pace in _beside(job, now))
@@ -97,7 +97,7 @@ def _is_paused(view: JobView, state: JobState) -> bool:
     return view.is_paused and not (state.other_host is not None and state.other_host.stands_by)
 
 
-def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, Pace]]:
+def _beside(job: WatchedJob, now: float) -> list[tuple[WatchedJob, JobState, SaveRhythm]]:
     """Other jobs of this daemon on the same disk, as far as they are looked at: those that go on saving."""
     others = ((other, other.state) for other in cast("list[WatchedJob]", job.disk_yield.jobs_beside(job)))
     looked_at = [(o, state) for o, state in others if state is not None and o.view is not None]
@@ -204,7 +204,7 @@ def to_adopt(job: WatchedJob) -> str:
     return adopting(job.view) if job.view is not None else ""
 
 
-def _see_slow(job: WatchedJob, expected: Forecast, speed: float, steps: int) -> None:
+def _see_slow(job: WatchedJob, expected: DiskForecast, speed: float, steps: int) -> None:
     production, link = _measured(expected.production_bytes_per_second or 0), _measured(speed)
     text, how = f"production {production}, link {link}: ", job.config.unuploaded
     full = (
@@ -236,7 +236,7 @@ def _measured(bytes_per_second: float) -> str:
     return show_bandwidth(round(float(f"{bytes_per_second:.2g}"))).partition(" = ")[0]
 
 
-def _see_full(job: WatchedJob, state: JobState, expected: Forecast) -> None:
+def _see_full(job: WatchedJob, state: JobState, expected: DiskForecast) -> None:
     saves, seconds = expected.full_in_saves, expected.full_in_seconds
     if saves is None or seconds is None or saves > FULL_SOON_SAVES:
         return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.listing import FolderListing
     from ckptd.core.model.records import SaveRow, UploadRecord
-    from ckptd.core.policy.capacity import Forecast
+    from ckptd.core.policy.capacity import DiskForecast
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
     from ckptd.daemon.state.state import JobState
@@ -216,7 +216,7 @@ def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None
     return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
 
 
-def _disk(job: WatchedJob, state: JobState, expected: Forecast) -> st.DiskStatus:
+def _disk(job: WatchedJob, state: JobState, expected: DiskForecast) -> st.DiskStatus:
     assert job.view is not None
     return st.DiskStatus(
         free_bytes=job.view.disk.free_bytes,

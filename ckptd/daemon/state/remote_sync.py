@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.judge import State
-from ckptd.core.completeness.missing import Part
+from ckptd.core.completeness.missing import MissingPart
 from ckptd.core.completeness.peer_evidence import PeerEvidence
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.layouts import Role, is_in_roots
@@ -221,7 +221,7 @@ def _told(read: Sequence[NodeManifest], named: tuple[ManifestName, ...], *, is_s
     )
 
 
-def open_parts(view: TagView) -> tuple[Part, ...]:
+def open_parts(view: TagView) -> tuple[MissingPart, ...]:
     """Parts of the ZeRO form, read or by their names, in generations that may still get a COMMIT.
 
     What a disputed one held its nodes send again, as another.
@@ -235,7 +235,7 @@ def open_parts(view: TagView) -> tuple[Part, ...]:
     ]
     read += [(generation, name.node, name.last_seconds) for generation, name in unread_manifests(view)]
     return tuple(
-        Part(node=node, generation=generation, last_seconds=last)
+        MissingPart(node=node, generation=generation, last_seconds=last)
         for generation, node, last in sorted(set(read))
         if generation not in taken
     )

@@ -12,7 +12,7 @@ from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ckptd.core.completeness.missing import Part
+    from ckptd.core.completeness.missing import MissingPart
     from ckptd.core.model.layouts import NamedShard
     from ckptd.core.policy.view import GenerationAnswer
     from ckptd.errors import CkptdError
@@ -33,7 +33,7 @@ class CommitWait:
     reason: str
     hint: str = "see the other nodes"
     missing: tuple[NamedShard, ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MissingPart, ...] = ()
     """Parts of the tag that other nodes hold, as of the last look."""
     attempts: int = 1
     """Attempts in a row with that reason."""

@@ -66,7 +66,7 @@ class Framing(StrEnum):
     OTHER = "other"
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """One record as the central directory tells of it."""
 
     label: str
@@ -145,7 +145,7 @@ def directory_place(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> tupl
     return _checked_place(fd, name, os.fstat(fd).st_size, limits)[:2]
 
 
-def read_entries(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[Entry]:
+def read_entries(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[DirectoryEntry]:
     """Return the entries of the central directory in its order; their records are not looked at.
 
     Raises:
@@ -156,12 +156,12 @@ def read_entries(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[En
     return [entry for entry in entries if entry.header + _LOCAL.size <= start]
 
 
-def entries_of_all(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[Entry] | None:
+def entries_of_all(fd: int, name: str, limits: Limits = DEFAULT_LIMITS) -> list[DirectoryEntry] | None:
     """Return the entries of zips that lie one behind another and fill the file, as in a `.distcp` file.
 
     Offsets are the file's. None: it is no such file, or has more than `limits` allow.
     """
-    found: list[Entry] = []
+    found: list[DirectoryEntry] = []
     end = os.fstat(fd).st_size
     try:
         while end > 0:
@@ -251,8 +251,8 @@ def _locate_directory64(fd: int, name: str, locator: bytes, end: int) -> tuple[i
     return fields[9], fields[8], fields[7], where
 
 
-def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[Entry]:
-    entries: list[Entry] = []
+def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[DirectoryEntry]:
+    entries: list[DirectoryEntry] = []
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > len(raw):
@@ -276,7 +276,7 @@ def _parse_entries(raw: bytes, count: int, name: str, limits: Limits) -> list[En
         size, packed, offset = _widen(extra, size, packed, offset, name)
         if method != 0 or packed != size:
             raise RefusedError(f"{name} has a compressed record ({label}); torch.save stores them plainly")
-        entries.append(Entry(label, offset, size, crc))
+        entries.append(DirectoryEntry(label, offset, size, crc))
         at = end
     return entries
 
@@ -301,7 +301,7 @@ def _widen(extra: bytes, size: int, packed: int, offset: int, name: str) -> tupl
     raise TornArchiveError(f"{name} has a record of 4 GiB or more without its zip64 sizes")
 
 
-def _validated(fd: int, entries: list[Entry], directory_start: int, name: str) -> Directory:
+def _validated(fd: int, entries: list[DirectoryEntry], directory_start: int, name: str) -> Directory:
     """Follow every entry to its local header; prove bounds, order and uniqueness."""
     prefix = _prefix(entries, name)
     placed: dict[str, Record] = {}
@@ -334,7 +334,7 @@ def _validated(fd: int, entries: list[Entry], directory_start: int, name: str) -
     return Directory(prefix, placed)
 
 
-def _prefix(entries: list[Entry], name: str) -> str:
+def _prefix(entries: list[DirectoryEntry], name: str) -> str:
     found = [label[: -len("/data.pkl")] for label, *_ in entries if label.endswith("/data.pkl")]
     found = [prefix for prefix in found if prefix and "/" not in prefix]
     if len(found) != 1:

@@ -31,7 +31,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class BlockCopy:
     """`count` elements from element `at` of rank's shard."""
 
     rank: int
@@ -63,7 +63,7 @@ class Weave:
         return self.rows * sum(s.width for s in self.strands)
 
 
-Step = Copy | Weave
+Step = BlockCopy | Weave
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def reading(block: Block) -> tuple[Step, ...]:
     steps: list[Step] = []
     for run in _runs(block):
         strand = Strand(run.rank, run.at, run.width, run.stride)
-        steps.append(Copy(run.rank, run.at, run.width) if run.rows == 1 else Weave(run.rows, (strand,)))
+        steps.append(BlockCopy(run.rank, run.at, run.width) if run.rows == 1 else Weave(run.rows, (strand,)))
     return tuple(steps)
 
 
@@ -166,8 +166,8 @@ def first_rows(steps: tuple[Step, ...], rows: int, row: int) -> tuple[Step, ...]
 
 
 def _first(step: Step, count: int) -> Step:
-    if isinstance(step, Copy):
-        return Copy(step.rank, step.at, count)
+    if isinstance(step, BlockCopy):
+        return BlockCopy(step.rank, step.at, count)
     width = step.count // step.rows
     if count % width:
         raise RefusedError("its padded rows are not whole rows of its tensor-parallel layout")
@@ -201,7 +201,7 @@ def _placed(runs: list[_Run]) -> Iterator[tuple[int, Step, int]]:
     patterns: dict[tuple[int, int], list[_Run]] = {}
     for run in runs:
         if run.rows == 1:
-            yield run.out, Copy(run.rank, run.at, run.width), run.width
+            yield run.out, BlockCopy(run.rank, run.at, run.width), run.width
         else:
             patterns.setdefault((run.out_stride, run.rows), []).append(run)
     for (out_stride, rows), members in patterns.items():

@@ -14,14 +14,14 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import DamagedError, RefusedError
-from ckptd.formats.zero.blocks import Copy, Step, Weave
+from ckptd.formats.zero.blocks import BlockCopy, Step, Weave
 from ckptd.formats.zero.facts import EXPERT_GROUP, as_dict, as_int, numel, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ckptd.formats.zero.patterns import Join
-    from ckptd.formats.zero.shards import Opened, Source
+    from ckptd.formats.zero.patterns import JoinedParameter
+    from ckptd.formats.zero.shards import OpenedShard, SourceShard
 
 
 # --- AutoEP: DeepSpeed itself spreads the experts over ranks ---------------------------------------------
@@ -34,13 +34,13 @@ SAFE = "the ZeRO form is safe all the same"
 _WEIGHTS = ("w1", "w2", "w3")
 
 
-def layers(model: Opened) -> list[dict[Any, Any]]:
+def layers(model: OpenedShard) -> list[dict[Any, Any]]:
     """Return the metadata of each AutoEP layer in the model states; empty when there is none."""
     found = model.root.get("ds_autoep_layers") or model.root.get("autoep_layers") or []
     return [as_dict(layer) for layer in found] if isinstance(found, list) else [{}]
 
 
-def check(model: Opened, ep: int, groups: Iterable[int]) -> None:
+def check(model: OpenedShard, ep: int, groups: Iterable[int]) -> None:
     """Refuse what stacking the `ep` ranks of the expert `groups` would not make whole.
 
     Raises:
@@ -70,7 +70,7 @@ def check(model: Opened, ep: int, groups: Iterable[int]) -> None:
         raise RefusedError(f"{next(iter(held))} is an expert's parameter and of no AutoEP layer", hint=SAFE)
 
 
-def find_partitioned(models: list[Opened], sharing: list[list[tuple[int, ...]]]) -> Experts:
+def find_partitioned(models: list[OpenedShard], sharing: list[list[tuple[int, ...]]]) -> Experts:
     """Find AutoEP's experts at stage 3, which are cut over fewer ranks than other parameters.
 
     `models`: of every data-parallel rank; `sharing`: of each sub-group, the ranks that share a tensor.
@@ -173,7 +173,7 @@ class Experts:
 NO_EXPERTS = Experts()
 
 
-def find(model: Opened, optim: Opened, dp: int, tp: int) -> Experts:
+def find(model: OpenedShard, optim: OpenedShard, dp: int, tp: int) -> Experts:
     """Find the groups that hold experts, by their partition counts and by what the trainer called them.
 
     Raises:
@@ -214,7 +214,7 @@ def find(model: Opened, optim: Opened, dp: int, tp: int) -> Experts:
     return Experts(ep=ep, groups=frozenset(found), in_blocks=ordered, automatic=automatic)
 
 
-def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, dp: int, tp: int) -> int:
+def _expert_parallel(optim: OpenedShard, g: int, group: dict[Any, Any], count: int, dp: int, tp: int) -> int:
     """Return how many ranks share the experts of a group; 0 for a group of other parameters."""
     where = f"{optim.source.path} partitions group {g} over {count} of {dp} ranks"
     name = group.get("name")
@@ -236,7 +236,7 @@ def _expert_parallel(optim: Opened, g: int, group: dict[Any, Any], count: int, d
     return dp // count
 
 
-def check_files(models: list[list[Opened]], sources: Iterable[Source], *, are_split: bool) -> None:
+def check_files(models: list[list[OpenedShard]], sources: Iterable[SourceShard], *, are_split: bool) -> None:
     """Every expert's model states must be there, though conversion reads none: the save is whole or not.
 
     `models`: of each pipeline stage its tensor ranks; each has a part of every expert if `are_split`.
@@ -256,7 +256,7 @@ def check_files(models: list[list[Opened]], sources: Iterable[Source], *, are_sp
 
 
 def _missing_files(
-    models: list[list[Opened]], held: set[tuple[int | None, int, int]], *, are_split: bool
+    models: list[list[OpenedShard]], held: set[tuple[int | None, int, int]], *, are_split: bool
 ) -> Iterator[str]:
     for stage, row in enumerate(models):
         counts, ranks = row[0].facts.num_experts, range(stage * len(row), (stage + 1) * len(row))
@@ -269,7 +269,7 @@ def _missing_files(
                 yield f"layer_{layer}_expert_{expert}_mp_rank_{mm:02d}_model_states.pt"
 
 
-def stacked(join: Join, shapes: list[tuple[int, ...]], count: int) -> Join:
+def stacked(join: JoinedParameter, shapes: list[tuple[int, ...]], count: int) -> JoinedParameter:
     """`join` of one expert-parallel rank's tensors, for `count` of them one after another in each shard.
 
     `shapes`: one expert-parallel rank's tensor on each tensor-parallel rank.
@@ -297,7 +297,7 @@ def stacked(join: Join, shapes: list[tuple[int, ...]], count: int) -> Join:
 
 def _moved(step: Step, by: int, lengths: list[int]) -> Step:
     """Return a step that reads the tensor of a later expert-parallel rank."""
-    if isinstance(step, Copy):
+    if isinstance(step, BlockCopy):
         return replace(step, at=step.at + by * lengths[step.rank])
     strands = tuple(replace(s, at=s.at + by * lengths[s.rank]) for s in step.strands)
     return Weave(step.rows, strands)

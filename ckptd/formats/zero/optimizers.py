@@ -13,7 +13,7 @@ from ckptd.formats.torchfile.values import Inert
 from ckptd.formats.zero.facts import as_dict, states_of
 
 if TYPE_CHECKING:
-    from ckptd.formats.zero.shards import OptimShard, Source
+    from ckptd.formats.zero.shards import OptimShard, SourceShard
 
 
 STAGE3_READS = ("exp_avg", "exp_avg_sq")
@@ -44,7 +44,7 @@ TENSOR_STAGE_3 = (
 )
 
 
-def refuse_unknown_layout(base: dict[Any, Any], source: Source) -> None:
+def refuse_unknown_layout(base: dict[Any, Any], source: SourceShard) -> None:
     """Refuse states of which no group is a dictionary: left out, the run would go on without its moments.
 
     Raises:

@@ -1,7 +1,7 @@
 """Join the tensor-parallel shards of each parameter as `universal_checkpoint_info` prescribes.
 
 The trainer names parameters by patterns; the first rule that matches, in the stock converter's order, gives
-a `Join`: geometry for the bytes and marks for the header of the parameter's files (docs/formats.md §6.1).
+a `JoinedParameter`: geometry for the bytes and marks for the header of its files (docs/formats.md §6.1).
 One tensor-parallel rank is the simple case of the same rules.
 """
 
@@ -289,7 +289,7 @@ _NAMES_ALL_SINCE = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class JoinedParameter:
     """One parameter of all tensor ranks: full shape, steps in output order, marks of its header.
 
     `averaged`: each rank's shard is a full parameter and the mean of all counts (`steps` is of rank 0).
@@ -333,7 +333,7 @@ class Patterns:
         self._unmatched = {p.pattern for patterns in self._lists.values() for p in patterns}
         self._unmatched.update(p.pattern for subs in self._subs for p in subs.compiled)
 
-    def join(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
+    def join(self, name: str, shapes: list[tuple[int, ...]]) -> JoinedParameter:
         """Return the rule for one parameter; `shapes`: its shard's on each tensor-parallel rank.
 
         Raises:
@@ -359,7 +359,7 @@ class Patterns:
         subs = (p for one in self._subs for p in one.compiled)
         return any(p.match(name) for p in (*lists, *subs)) or self._affine.find(name) is not None
 
-    def replicated(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
+    def replicated(self, name: str, shapes: list[tuple[int, ...]]) -> JoinedParameter:
         """The rule of a tensor that every rank holds whole: the first rank's, compared with the others.
 
         Raises:
@@ -374,7 +374,7 @@ class Patterns:
         """Patterns that matched no parameter (strict conversion refuses them)."""
         return sorted(self._unmatched)
 
-    def _join(self, name: str, shapes: list[tuple[int, ...]]) -> Join:
+    def _join(self, name: str, shapes: list[tuple[int, ...]]) -> JoinedParameter:
         """Choose the first rule that matches; an affine map precedes all (and uses their patterns up)."""
         mapped = self._affine.find(name)
         subs = self._sub_params_of(name)
@@ -383,27 +383,31 @@ class Patterns:
             blocks, copies = mapped.blocks(shapes)
             steps = sequence(blocks, prod(mapped.shape))
             equal = tuple((reading(a), reading(b)) for a, b in copies)
-            return Join(
+            return JoinedParameter(
                 shape=mapped.shape, steps=steps, cat_dim=None, vocabulary=matched[VOCABULARY], equal=equal
             )
         if self._matches(REPLICATED, name):
             return self._replicated(shapes)
         if self._matches(AVERAGED, name):
             one = self._replicated(shapes)
-            return Join(shape=one.shape, steps=one.steps, cat_dim=None, averaged=len(shapes) > 1)
+            return JoinedParameter(shape=one.shape, steps=one.steps, cat_dim=None, averaged=len(shapes) > 1)
         if self._matches(TWO_SUBS, name):
             return _two_sub_params(shapes)
         if subs is not None:
             marks, full, blocks = resolve(*subs, shapes)
-            return Join(shape=full, steps=sequence(blocks, prod(full)), cat_dim=None, sub_params=marks)
+            return JoinedParameter(
+                shape=full, steps=sequence(blocks, prod(full)), cat_dim=None, sub_params=marks
+            )
         dim = 1 if self._matches(BY_ROW, name) else 0
         if len(shapes) == 1:
-            return Join(shape=shapes[0], steps=sequence([whole(shapes[0], 0)], prod(shapes[0])), cat_dim=dim)
+            return JoinedParameter(
+                shape=shapes[0], steps=sequence([whole(shapes[0], 0)], prod(shapes[0])), cat_dim=dim
+            )
         full, blocks = along(shapes, dim)
-        return Join(shape=full, steps=sequence(blocks, prod(full)), cat_dim=dim)
+        return JoinedParameter(shape=full, steps=sequence(blocks, prod(full)), cat_dim=dim)
 
     @staticmethod
-    def _replicated(shapes: list[tuple[int, ...]]) -> Join:
+    def _replicated(shapes: list[tuple[int, ...]]) -> JoinedParameter:
         """Return the first rank's copy; the others are compared with it."""
         if any(shape != shapes[0] for shape in shapes):
             raise RefusedError(f"it should be the same on all tensor ranks, but its shapes are {shapes}")
@@ -411,16 +415,16 @@ class Patterns:
         equal = tuple(
             (first, sequence([whole(shapes[0], rank)], prod(shapes[0]))) for rank in range(1, len(shapes))
         )
-        return Join(shape=shapes[0], steps=first, cat_dim=None, equal=equal)
+        return JoinedParameter(shape=shapes[0], steps=first, cat_dim=None, equal=equal)
 
-    def _stripped(self, name: str, join: Join) -> Join:
+    def _stripped(self, name: str, join: JoinedParameter) -> JoinedParameter:
         """Strip the padded rows of a vocabulary."""
         if not (join.vocabulary or self._matches(VOCABULARY, name)):
             return join
         if self._vocabulary is None or self._vocabulary < 0 or len(join.shape) != 2:
             raise RefusedError("a vocabulary parameter of two dimensions and original_vocab_size are needed")
         rows, row = min(self._vocabulary, join.shape[0]), join.shape[1]
-        return Join(
+        return JoinedParameter(
             shape=(rows, row),
             steps=first_rows(join.steps, rows, row),
             cat_dim=join.cat_dim,
@@ -447,14 +451,14 @@ class Patterns:
         return bool(matched)
 
 
-def _two_sub_params(shapes: list[tuple[int, ...]]) -> Join:
+def _two_sub_params(shapes: list[tuple[int, ...]]) -> JoinedParameter:
     """Each shard is two halves (gate and up projection); all first halves go before all second ones."""
     if any(not shape or shape[0] < 2 for shape in shapes):
         raise RefusedError(f"it should be two sub-parameters, but its shapes are {shapes}")
     full, _ = along(shapes, 0)
     widths = [[-(-s[0] // 2) for s in shapes], [s[0] // 2 for s in shapes]]
     blocks: list[Block] = fused(full, 0, widths)
-    return Join(shape=full, steps=sequence(blocks, prod(full)), two_sub_params=True)
+    return JoinedParameter(shape=full, steps=sequence(blocks, prod(full)), two_sub_params=True)
 
 
 def _compiled(value: Any, key: str) -> list[re.Pattern[str]]:

@@ -26,7 +26,7 @@ from ckptd.formats.zero.optimizers import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from ckptd.formats.zero.shards import Opened, OptimShard, Parameter, Source
+    from ckptd.formats.zero.shards import OpenedShard, OptimShard, Parameter, SourceShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Cell:
 
     pp: int
     tp: int
-    model: Opened
+    model: OpenedShard
     shapes: stage12.Shapes
     shards: list[OptimShard]
     frozen: list[Fragments] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Layer:
 
     number: int | None
     tp: int
-    opened: Opened
+    opened: OpenedShard
 
 
 @dataclass(slots=True)
@@ -83,8 +83,8 @@ class Save:
     global_steps: int | None
     optimizer_step: int | None
     cells: list[list[Cell]]
-    rank0_optim: Opened
-    model_sources: list[Source]
+    rank0_optim: OpenedShard
+    model_sources: list[SourceShard]
     reads: list[Read] = field(default_factory=list)
     experts: Experts = NO_EXPERTS
     layers: list[Layer] = field(default_factory=list)
@@ -104,12 +104,12 @@ class Save:
         return len(self.cells[0])
 
     @property
-    def rank0_model(self) -> Opened:
+    def rank0_model(self) -> OpenedShard:
         """Model states of the first rank."""
         return self.cells[0][0].model
 
     @property
-    def models(self) -> list[Opened]:
+    def models(self) -> list[OpenedShard]:
         """Model states of every model-parallel rank, in the order of their number."""
         return [cell.model for row in self.cells for cell in row]
 

@@ -68,7 +68,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceShard:
     """One file to read from; `index` is its number in the plan."""
 
     index: int
@@ -79,10 +79,10 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedShard:
     """A shard as read: `root` is the unpickled value."""
 
-    source: Source
+    source: SourceShard
     size_bytes: int
     identity: tuple[int, int, int, int, int]
     fingerprint: str
@@ -132,11 +132,11 @@ class ShardGroup:
 class OptimShard:
     """One rank's optimizer shard, without its pickle."""
 
-    source: Source
+    source: SourceShard
     groups: list[ShardGroup]
 
 
-def open_shard(fd: int, source: Source, like: Opened | None = None) -> Opened:
+def open_shard(fd: int, source: SourceShard, like: OpenedShard | None = None) -> OpenedShard:
     """Read directory, fingerprint and pickle of the shard open at `fd`.
 
     With `like`, a shard whose pickle and records (place and size) are the same shares its value and facts:
@@ -159,7 +159,7 @@ def open_shard(fd: int, source: Source, like: Opened | None = None) -> Opened:
             kind = type(value).__name__
             raise RefusedError(f"{source.path} is no DeepSpeed shard (its pickle is a {kind})")
         root, facts = value, shard_facts(value, fd)
-    return Opened(
+    return OpenedShard(
         source=source,
         size_bytes=status.st_size,
         identity=identity_of(status),
@@ -176,7 +176,7 @@ def _places(directory: Directory) -> list[tuple[str, int, int]]:
     return [(record.name, record.offset, record.size) for record in directory.storages()]
 
 
-def flat(value: Any, source: Source, what: str) -> Flat:
+def flat(value: Any, source: SourceShard, what: str) -> Flat:
     """`value` as a flat buffer.
 
     Raises:
@@ -191,7 +191,7 @@ def flat(value: Any, source: Source, what: str) -> Flat:
 
 
 def split_state(
-    state: dict[Any, Any], fp32: Flat, source: Source, where: str, padding: int = 0
+    state: dict[Any, Any], fp32: Flat, source: SourceShard, where: str, padding: int = 0
 ) -> tuple[dict[str, Flat], dict[str, Any]]:
     """Sort one group's optimizer state into flat buffers and scalars (a step is 0-d or a number).
 

@@ -24,7 +24,7 @@ from ckptd.formats.zero.shards import OptimShard, ShardGroup, flat, split_state
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.formats.zero.shards import Flat, Opened
+    from ckptd.formats.zero.shards import Flat, OpenedShard
     from ckptd.formats.zero.stage12 import Shapes
 
 SAFE = "the save itself is safe all the same, and loads on any number of data-parallel ranks"
@@ -82,7 +82,7 @@ class Unnamed:
         NeedsWholeFiles: masters can only be compared with weights in whole files.
     """
 
-    def __init__(self, opened: Opened, fd: int, *, masters_only: bool) -> None:
+    def __init__(self, opened: OpenedShard, fd: int, *, masters_only: bool) -> None:
         self.opened, self.fd, self.masters_only = opened, fd, masters_only
         self.path = opened.source.path
         self.weights = _weights(opened)
@@ -410,7 +410,7 @@ def remarks(found: list[Unsharded]) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _weights(opened: Opened) -> dict[str, Tensor]:
+def _weights(opened: OpenedShard) -> dict[str, Tensor]:
     """Return the model's parameters by name, those of a tied pair once; buffers are none."""
     names = opened.root.get("buffer_names")
     buffers = {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()

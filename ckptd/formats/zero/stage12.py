@@ -17,12 +17,12 @@ from ckptd.formats.zero.facts import as_dict, as_int, numel, shown, states_of
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
 from ckptd.formats.zero.shards import (
     Flat,
-    Opened,
+    OpenedShard,
     OptimShard,
     Parameter,
     Piece,
     ShardGroup,
-    Source,
+    SourceShard,
     StateRanges,
     flat,
     split_state,
@@ -36,7 +36,7 @@ MOMENTUM = "momentum_buffer"
 SHARDED_KEYS = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 
 
-def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
+def cut(opened: OpenedShard, *, masters_only: bool = False) -> OptimShard:
     """Keep of an opened optimizer shard only offsets and mappings.
 
     With `masters_only` the fp32 partitions alone, which is all that weights need: whatever state the
@@ -80,7 +80,7 @@ def cut(opened: Opened, *, masters_only: bool = False) -> OptimShard:
     return OptimShard(source, groups)
 
 
-def _muon_groups(opened: Opened, base: Any) -> set[int]:
+def _muon_groups(opened: OpenedShard, base: Any) -> set[int]:
     """Return the groups that Muon trains and whose momentum is kept of whole matrices.
 
     With the optimizer in CPU memory the momentum is cut like everything else.
@@ -112,7 +112,7 @@ def _paddings(value: Any, count: int) -> list[int]:
     return found + [0] * (count - len(found))
 
 
-def _mapping(value: Any, source: Source, group: int) -> list[tuple[str, int, int]]:
+def _mapping(value: Any, source: SourceShard, group: int) -> list[tuple[str, int, int]]:
     fragments: list[tuple[str, int, int]] = []
     for name, address in as_dict(value).items():
         start = length = None

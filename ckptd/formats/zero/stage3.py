@@ -17,12 +17,12 @@ from ckptd.formats.zero.facts import as_dict, as_int, numel, shown, states_of, s
 from ckptd.formats.zero.optimizers import refuse_unknown_layout
 from ckptd.formats.zero.shards import (
     Flat,
-    Opened,
+    OpenedShard,
     OptimShard,
     Parameter,
     Piece,
     ShardGroup,
-    Source,
+    SourceShard,
     StateRanges,
     flat,
     split_state,
@@ -42,7 +42,9 @@ def shares(shapes: Shapes, dp: int) -> list[int]:
     return [sum(-(-(numel(shape) or 0) // dp) for shape in group.values()) for group in shapes]
 
 
-def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: bool = False) -> OptimShard:
+def cut(
+    opened: OpenedShard, lengths: list[int], swapped: Swapped, *, masters_only: bool = False
+) -> OptimShard:
     """Keep of an opened optimizer shard only offsets; `masters_only` as in stages 1 and 2.
 
     `lengths`: elements of each sub-group that the parameters need; a tensor that was swapped out has none
@@ -75,7 +77,7 @@ def cut(opened: Opened, lengths: list[int], swapped: Swapped, *, masters_only: b
     return OptimShard(source, groups)
 
 
-def _partitions(value: Any, source: Source) -> dict[int, tuple[int, ...]]:
+def _partitions(value: Any, source: SourceShard) -> dict[int, tuple[int, ...]]:
     """Return the ranks that each sub-group is cut over, where AutoEP has some cut over fewer than all.
 
     Raises:
@@ -95,7 +97,7 @@ def _partitions(value: Any, source: Source) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _refuse_dropped(opened: Opened, groups: list[ShardGroup]) -> None:
+def _refuse_dropped(opened: OpenedShard, groups: list[ShardGroup]) -> None:
     """Refuse a shard without the states that `offload_optimizer.ratio` below 1 keeps on the GPU.
 
     DeepSpeed saves none of them (formats.md §1); left out, their moments would begin anew unnoticed. Without
@@ -117,7 +119,7 @@ def _refuse_dropped(opened: Opened, groups: list[ShardGroup]) -> None:
         )
 
 
-def _swapped(tensor: Tensor, source: Source, what: str, wanted: int, swapped: Swapped) -> Flat:
+def _swapped(tensor: Tensor, source: SourceShard, what: str, wanted: int, swapped: Swapped) -> Flat:
     """A swapped tensor as a buffer of as many of the wanted elements as its file (which is padded) holds."""
     index, nbytes = swapped(tensor.ds_id, f"{source.path}: {what}")
     return Flat(index, 0, min(wanted, nbytes // tensor.item_bytes), tensor.dtype, tensor.item_bytes)

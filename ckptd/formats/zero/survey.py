@@ -28,7 +28,7 @@ from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find, f
 from ckptd.formats.zero.facts import as_dict, numel, shown
 from ckptd.formats.zero.optimizers import stray_setting
 from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
-from ckptd.formats.zero.shards import Opened, OptimShard, Source, flat, open_shard
+from ckptd.formats.zero.shards import OpenedShard, OptimShard, SourceShard, flat, open_shard
 
 if TYPE_CHECKING:
     from ckptd.formats.zero.stage12 import Shapes
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MOST_NAME_BYTES = 255
 
 
-def differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> RefusedError:
+def differs(what: str, one: OpenedShard, mine: Any, other: OpenedShard, theirs: Any) -> RefusedError:
     """Return the refusal of shards that say different things."""
     return RefusedError(
         f"{one.source.path} has {what} {shown(mine)}, {other.source.path} has {shown(theirs)}: "
@@ -48,7 +48,7 @@ def differs(what: str, one: Opened, mine: Any, other: Opened, theirs: Any) -> Re
     )
 
 
-def agree_optims(shard: Opened, first: Opened, *, same_rank: bool, same_stage: bool) -> None:
+def agree_optims(shard: OpenedShard, first: OpenedShard, *, same_rank: bool, same_stage: bool) -> None:
     """Refuse optimizer shards of two saves; a pipeline's stages may have other groups, not other ranks.
 
     Raises:
@@ -65,7 +65,7 @@ def agree_optims(shard: Opened, first: Opened, *, same_rank: bool, same_stage: b
         raise differs("partition_count", shard, counts, first, of_first)
 
 
-def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
+def agree_models(shard: OpenedShard, first: OpenedShard, *, same_rank: bool) -> None:
     """Refuse model states of two saves; shapes are compared within one model-parallel rank.
 
     Raises:
@@ -79,7 +79,7 @@ def agree_models(shard: Opened, first: Opened, *, same_rank: bool) -> None:
         raise differs("param_shapes of digest", shard, _shape_digest(shard), first, _shape_digest(first))
 
 
-def shapes_of(model: Opened) -> Shapes:
+def shapes_of(model: OpenedShard) -> Shapes:
     """Return `param_shapes`, checked: real shapes, names that are text, each once.
 
     Raises:
@@ -135,7 +135,7 @@ def refuse_folder_name(name: str, path: str) -> None:
         )
 
 
-def _shape_digest(model: Opened) -> str:
+def _shape_digest(model: OpenedShard) -> str:
     return hashlib.sha256(repr(shapes_of(model)).encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
@@ -149,7 +149,7 @@ SWAPPED = "side"
 """Role of tensors that NVMe offload swapped out, with the rank of their folder."""
 
 
-Listed = dict[tuple[int, int], Source]
+Listed = dict[tuple[int, int], SourceShard]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class Surveyor:
     def __init__(
         self,
         opening: Opening,
-        sources: list[Source],
+        sources: list[SourceShard],
         folders: list[str],
         *,
         contents: bool = False,
@@ -227,7 +227,7 @@ class Surveyor:
                 "experts that the tensor ranks share (AutoEP with AutoTP) are not converted",
                 hint="DeepSpeed loads it on the same ranks; " + SAFE,
             )
-        model_sources: list[Source] = []
+        model_sources: list[SourceShard] = []
         cells = [
             [
                 self._cell(grid, (pp, tp), (first, model0), (optim, models), model_sources)
@@ -303,7 +303,7 @@ class Surveyor:
                 found.append(Layer(int(number[1]) if number else None, source.mm or 0, opened))
         return found
 
-    def _needs_layers(self, model: Opened) -> bool:
+    def _needs_layers(self, model: OpenedShard) -> bool:
         """Tell whether layer files say what `param_shapes` would: of a pipeline of bf16 without ZeRO."""
         has_shapes = isinstance(model.root.get("param_shapes"), list)
         return not has_shapes and any(s.role == "layer" for s in self.sources)
@@ -319,7 +319,7 @@ class Surveyor:
                 }
         return found
 
-    def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: Opened) -> Experts:
+    def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: OpenedShard) -> Experts:
         """Find the groups of experts, which are the same on every model-parallel rank."""
         if grid.stage >= 3:
             return cells[0][0].experts
@@ -338,9 +338,9 @@ class Surveyor:
         self,
         grid: Degrees,
         place: tuple[int, int],
-        first: tuple[Opened, Opened],
+        first: tuple[OpenedShard, OpenedShard],
         listed: tuple[Listed, Listed],
-        model_sources: list[Source],
+        model_sources: list[SourceShard],
     ) -> Cell:
         """Read one model-parallel rank; what was opened as the first is not opened again."""
         (pp, tp), (optim0, model0), (optim, models) = place, first, listed
@@ -376,7 +376,7 @@ class Surveyor:
             experts = NO_EXPERTS
         return Cell(pp, tp, model, shapes, shards, frozen, experts)
 
-    def _cut(self, opened: Opened, grid: Degrees, shapes: Shapes) -> OptimShard:
+    def _cut(self, opened: OpenedShard, grid: Degrees, shapes: Shapes) -> OptimShard:
         """Offsets of a rank's shard."""
         if grid.stage < 3:
             return stage12.cut(opened, masters_only=self.masters_only)
@@ -404,11 +404,11 @@ class Surveyor:
         self.reads.append(read)
         return len(self.reads) - 1, status.st_size
 
-    def _look(self, source: Source, like: Opened | None = None) -> Opened:
+    def _look(self, source: SourceShard, like: OpenedShard | None = None) -> OpenedShard:
         with self.opening(source.path) as fd:
             return open_shard(fd, source, like)
 
-    def _open(self, source: Source, like: Opened | None = None) -> Opened:
+    def _open(self, source: SourceShard, like: OpenedShard | None = None) -> OpenedShard:
         """Open a shard and give it its number in the plan; `like`: see `open_shard`."""
         opened = self._look(replace(source, index=len(self.reads)), like)
         self.reads.append(
@@ -423,7 +423,7 @@ class Surveyor:
         if len({_prefix(s) for s in optim}) < 2 and len({s.d is None for s in models}) < 2:
             return
         # the lowest rank of each layout tells: higher ones may be left by a larger world
-        first: dict[object, Source] = {}
+        first: dict[object, SourceShard] = {}
         for source in sorted((*optim, *models), key=lambda s: (s.mm or 0, s.d or 0)):
             first.setdefault((source.role, _prefix(source), source.d is None), source)
         found = [self._look(source) for source in first.values()]
@@ -479,7 +479,7 @@ class Surveyor:
         return found
 
     @staticmethod
-    def _refuse_by_facts(model: Opened, optim: Opened) -> None:
+    def _refuse_by_facts(model: OpenedShard, optim: OpenedShard) -> None:
         stages = {optim.facts.zero_stage, model.facts.zero_stage} - {None}
         if _is_unzeroed_bf16(model, optim):
             return
@@ -489,7 +489,7 @@ class Surveyor:
                 f"{model.source.path} of stage {model.facts.zero_stage}: two saves in one folder"
             )
 
-    def _grid(self, model: Opened, optim: Opened, listed: Listed) -> Degrees:
+    def _grid(self, model: OpenedShard, optim: OpenedShard, listed: Listed) -> Degrees:
         """Return the degrees that metadata prove; without them (before 0.19.5) what the names show."""
         world = model.facts.mp_world_size or 1
         layers = [s.mm or 0 for s in self.sources if s.role == "layer"]
@@ -536,11 +536,11 @@ class Surveyor:
             )
 
 
-def _prefix(source: Source) -> str:
+def _prefix(source: SourceShard) -> str:
     return source.path.rpartition("/")[2].startswith("bf16_") * "bf16_"
 
 
-def _is_unzeroed_bf16(model: Opened, optim: Opened) -> bool:
+def _is_unzeroed_bf16(model: OpenedShard, optim: OpenedShard) -> bool:
     """True for BF16_Optimizer without ZeRO: a pipeline of stage 0 saves shards, which name no stage."""
     said = as_dict(optim.root.get("optimizer_state_dict")).get("zero_stage")
     return model.facts.zero_stage == 0 and said is None
@@ -556,7 +556,7 @@ def _model_ranks(grid: Degrees, models: Listed) -> range:
     return range(grid.dp if grid.stage >= 3 and any(d for _, d in models) else 1)
 
 
-def _data_parallel(model: Opened, optim: Opened, listed: Listed) -> int:
+def _data_parallel(model: OpenedShard, optim: OpenedShard, listed: Listed) -> int:
     """Return the data-parallel degree that metadata proves; where none is recorded, what the names show.
 
     A rank that lacks by name is found later: then its parameters have fewer elements than their shapes.
@@ -580,7 +580,7 @@ def _data_parallel(model: Opened, optim: Opened, listed: Listed) -> int:
     return dp
 
 
-def frozen_of(model: Opened) -> Fragments:
+def frozen_of(model: OpenedShard) -> Fragments:
     """Return the pieces of frozen parameters that one rank's model states hold (stage 3)."""
     pieces: dict[str, tuple[int, int, str]] = {}
     for name, tensor in as_dict(model.root.get("frozen_param_fragments")).items():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from ckptd.formats.zero.shards import Opened, Source
+    from ckptd.formats.zero.shards import OpenedShard, SourceShard
     from ckptd.formats.zero.stage12 import Shapes
 
 ROLE = "universal"
@@ -36,7 +36,7 @@ RANKED = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 AGAIN = "convert the ZeRO folder to dcp, or make the universal form of it again"
 
 
-def is_universal(sources: list[Source]) -> bool:
+def is_universal(sources: list[SourceShard]) -> bool:
     """Tell whether the listed files are those of a universal folder."""
     return any(source.role == ROLE for source in sources)
 
@@ -68,7 +68,9 @@ class UniversalSave(Save):
 class UniversalReader:
     """Opens the files of a universal folder one by one; `opening(path)` gives a descriptor for a while."""
 
-    def __init__(self, opening: Callable[[str], AbstractContextManager[int]], sources: list[Source]) -> None:
+    def __init__(
+        self, opening: Callable[[str], AbstractContextManager[int]], sources: list[SourceShard]
+    ) -> None:
         self.opening = opening
         self.sources = {source.path: source for source in sources}
         self.reads: list[Read] = []
@@ -126,7 +128,7 @@ class UniversalReader:
         ranked = [(s.d, s.path) for s in self.sources.values() if s.role == "model" and s.d is not None]
         return [path for _, path in sorted(ranked)]
 
-    def _refuse_mixed_up(self, model: Opened, stage: int) -> None:
+    def _refuse_mixed_up(self, model: OpenedShard, stage: int) -> None:
         """Refuse what the stock converter made of a save whose mappings name other parameters (ADR 0087)."""
         config = as_dict(as_dict(model.root.get("ds_config")).get("zero_optimization"))
         shuffles = config.get("round_robin_gradients") is True and (model.facts.dp_world_size or 1) > 1
@@ -148,7 +150,7 @@ class UniversalReader:
                     raise DamagedError(f"zero/{name}/{state} is missing{of}", hint=AGAIN)
 
     def _parameter(
-        self, name: str, shape: tuple[int, ...], numbers: dict[Any, Any], optim: Opened
+        self, name: str, shape: tuple[int, ...], numbers: dict[Any, Any], optim: OpenedShard
     ) -> Parameter:
         states: list[StateRanges] = []
         scalars, scalar_source = {k: numbers[k] for k in ("step",) if k in numbers}, optim.source.index
@@ -172,7 +174,7 @@ class UniversalReader:
         found = of_tensor(path, tensor, source).states[0]
         return replace(found, name=path.rpartition("/")[2].removesuffix(".pt"))
 
-    def _shard(self, path: str) -> Opened:
+    def _shard(self, path: str) -> OpenedShard:
         if path not in self.sources:
             raise DamagedError(f"{path} is missing", hint=AGAIN)
         with self.opening(path) as fd:

@@ -33,7 +33,7 @@ _IMPORTS = "import ssl, ckptd.daemon.loop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class UnitsTarget:
     """Name where units go: `folder` holds them; `user` is the training user, None in a user's own manager."""
 
     folder: Path
@@ -100,7 +100,7 @@ Step = Write | MakeFolder | Remove | Command
 
 
 def install_steps(
-    target: Target, drop_in: DropIn, program: tuple[str, ...], config_dir: Path, *, starts: bool
+    target: UnitsTarget, drop_in: DropIn, program: tuple[str, ...], config_dir: Path, *, starts: bool
 ) -> tuple[Step, ...]:
     """Try the interpreter as that user; write units, drop-in, a place for job files; tell systemd.
 
@@ -129,7 +129,7 @@ def install_steps(
     return tuple(steps)
 
 
-def _tries(target: Target) -> Iterable[Command]:
+def _tries(target: UnitsTarget) -> Iterable[Command]:
     """Yield the command that tries this interpreter as the training user.
 
     systemd says late that it cannot run an interpreter below /root or in another user's home. Worse: where
@@ -144,7 +144,7 @@ def _tries(target: Target) -> Iterable[Command]:
         )
 
 
-def uninstall_steps(target: Target) -> tuple[Step, ...]:
+def uninstall_steps(target: UnitsTarget) -> tuple[Step, ...]:
     """Stop, disable, remove what is ours; unit and slice go with the last instance.
 
     Raises:
@@ -168,7 +168,7 @@ def uninstall_steps(target: Target) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _limits(target: Target) -> tuple[int, ...]:
+def _limits(target: UnitsTarget) -> tuple[int, ...]:
     """Return the MemoryMax of the other instances in that folder, in bytes."""
     found = target.folder.glob(f"ckptd*.service.d/{DROP_IN}")
     others = [text for path in found if path != target.drop_in and (text := _text(path))]

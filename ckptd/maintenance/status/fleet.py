@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptd.base.humanize import ago, ranks_in_words
 from ckptd.base.names import ROOT, decode_name
-from ckptd.core.completeness.missing import Part, UncommittedSave, late
+from ckptd.core.completeness.missing import MissingPart, UncommittedSave, late
 from ckptd.core.model import generation
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.heartbeat import DEAD_SECONDS, SeenNode
@@ -542,7 +542,7 @@ def _open_save(
         # since the first part was uploaded
         age_seconds=max((now_seconds - i.mtime_ns / 1e9 for i in infos if i.mtime_ns), default=0.0),
         parts=tuple(
-            Part(node=m.node, generation=m.generation, last_seconds=m.save_window.last // 10**9)
+            MissingPart(node=m.node, generation=m.generation, last_seconds=m.save_window.last // 10**9)
             for m in (known.manifest for known in of_tag)
         ),
     )

@@ -81,7 +81,7 @@ class Candidate:
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
+class Candidates:
     """Candidates, newest first, and what was noticed on the way."""
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -98,14 +98,14 @@ def choose(
     *,
     damaged: frozenset[tuple[str, str]] = frozenset(),
     tag: str | None = None,
-) -> Choice:
+) -> Candidates:
     """Return the candidates, newest first: of what is committed the newest, those of `tag`, and all that lies
     here.
 
     `damaged`: (remote, digest of a COMMIT) whose bytes are bad.
     """
-    choice = Choice()
-    wanted = Wanted(tags=frozenset({tag or "", *(checkpoint.tag for checkpoint in local)}))
+    choice = Candidates()
+    wanted = SavesWanted(tags=frozenset({tag or "", *(checkpoint.tag for checkpoint in local)}))
     committed = committed_saves(remotes, nodes, damaged, choice, wanted)
     matched: set[str] = set()
     for index, candidate in enumerate(committed):
@@ -132,7 +132,7 @@ def choose(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class SavesWanted:
     """Select the saves to read from a remote that may hold thousands: the newest, and those of some tags."""
 
     most: int = NEWEST_READ
@@ -146,8 +146,8 @@ def committed_saves(
     remotes: Sequence[RemoteInventory],
     nodes: Nodes,
     damaged: frozenset[tuple[str, str]],
-    choice: Choice,
-    wanted: Wanted,
+    choice: Candidates,
+    wanted: SavesWanted,
     *,
     model: str | None = None,
 ) -> list[Candidate]:
@@ -202,7 +202,7 @@ def committed_weights(
     for order, one in sorted(saves, reverse=True):
         if tag not in (None, one):
             continue
-        copies = readable_copies(saves[order, one], Nodes(), damaged, Choice(lost=lost))
+        copies = readable_copies(saves[order, one], Nodes(), damaged, Candidates(lost=lost))
         found = [
             Candidate(tag=one, order=order, grid=copy.view.commit.grid, universals=(copy,))
             for copy in copies
@@ -235,7 +235,7 @@ def readable_copies(
     views: Iterable[tuple[RemoteInventory, CommitView]],
     nodes: Nodes,
     damaged: frozenset[tuple[str, str]],
-    choice: Choice,
+    choice: Candidates,
 ) -> list[Copy]:
     """Return every copy whose documents are as they should be; `choice` hears of the others."""
     copies: list[Copy] = []
@@ -268,7 +268,7 @@ def _is_here(here: LocalCheckpoint, candidate: Candidate) -> bool:
     return here.is_complete and bool(marks) and all(ours.get(path) == mark for path, mark in marks.items())
 
 
-def _is_own(memory: NodeMemory, choice: Choice, remote: RemoteInventory, view: CommitView) -> bool:
+def _is_own(memory: NodeMemory, choice: Candidates, remote: RemoteInventory, view: CommitView) -> bool:
     try:
         return memory.is_own(view, lambda: remote.manifests(view.commit))
     except DamagedError:

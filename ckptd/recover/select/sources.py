@@ -133,7 +133,7 @@ def named(remotes: Sequence[RemoteConfig], only: str | None) -> tuple[RemoteConf
 
 
 @dataclass(slots=True, kw_only=True)
-class Sources:
+class RemoteSources:
     """The remotes that answer, the errors of the others, and (remote, COMMIT digest) of bad copies.
 
     Why a remote is left out is said where something is done without it; an error that ends the command is

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.core.model.manifest import ManifestFile, NodeManifest
-    from ckptd.formats.torchfile.archive import Entry
+    from ckptd.formats.torchfile.archive import DirectoryEntry
     from ckptd.storage.remote.messages import UploadFile
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Source
@@ -112,7 +112,7 @@ def _stretches(
             return {}
         if start < tail:
             os.pwrite(fd, read(start, tail - start), start)
-        entries: list[Entry] = sorted(read_entries(fd, "it"), key=lambda entry: entry.header)
+        entries: list[DirectoryEntry] = sorted(read_entries(fd, "it"), key=lambda entry: entry.header)
     finally:
         os.close(fd)
     ends = [entry.header for entry in entries[1:]] + [start]

@@ -25,7 +25,7 @@ RANGE_BYTES = 32 << 20
 T = TypeVar("T")
 
 
-class Stopped(Cancelled):
+class LaneStopped(Cancelled):
     """Another lane failed; what it raised is raised."""
 
 
@@ -37,10 +37,10 @@ class FailFastPool:
         self._failure: BaseException | None = None
 
     def check(self) -> None:
-        """Raise `Stopped` once another lane failed."""
+        """Raise `LaneStopped` once another lane failed."""
         if self._failure is not None:
             msg = "another lane failed"
-            raise Stopped(msg)
+            raise LaneStopped(msg)
 
     def run(self, count: int, work: Iterable[T], do: Callable[[T], None], *, name: str) -> None:
         """Run `do` on each piece of work, begun in order, `count` at a time; without threads where one is

@@ -26,7 +26,7 @@ from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import OutputFile, PlanReader
-from ckptd.conversion.reader import Sources
+from ckptd.conversion.reader import SourceFiles
 from ckptd.errors import NoSpaceError, RefusedError, SourceChanged, StorageError, TargetExists, UsageError
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Made, Shapes, write_stage12
@@ -178,7 +178,7 @@ def test_a_file_system_without_a_rename_that_never_replaces(
 def test_a_source_that_is_rotated_away_has_changed(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 10)
     with files.opened_dir(tmp_path) as fd:
-        found = Sources(fd, ["a"], [identity_of((tmp_path / "a").stat())])
+        found = SourceFiles(fd, ["a"], [identity_of((tmp_path / "a").stat())])
         (tmp_path / "a").unlink()
         with pytest.raises(SourceChanged, match="a was written or removed"):
             found[0]
@@ -280,7 +280,7 @@ def test_a_rename_that_fails_closes_each_file_once(
         raise OSError(errno.EIO, "Input/output error")
 
     plan = PlanReader(io.BytesIO((tmp_path / staging.partial_name("u") / "plan.jsonl").read_bytes()))
-    execution.sources = Sources(fds[1], [s.path for s in plan.header.sources], plan.identities)
+    execution.sources = SourceFiles(fds[1], [s.path for s in plan.header.sources], plan.identities)
     worker = _worker(execution)
     outputs = [o for o in plan if isinstance(o, OutputFile)][:3]
     for output in outputs:

@@ -23,7 +23,7 @@ from ckptd.conversion.engine.supervisor import convert, forecast
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.parts import Literal, Range
 from ckptd.conversion.plan import OutputFile
-from ckptd.conversion.reader import Sources, descriptors
+from ckptd.conversion.reader import SourceFiles, descriptors
 from ckptd.errors import DamagedError, RefusedError, SourceChanged, TargetExists
 from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.zero import shards
@@ -55,7 +55,7 @@ def test_few_sources_are_open_at_once_and_those_in_use_stay_open(
     monkeypatch.setattr(reader, "descriptors", lambda: 0)
     before = _opened()
     with files.opened_dir(tmp_path) as fd:
-        opened = Sources(fd, names, identities)
+        opened = SourceFiles(fd, names, identities)
         held = opened[0]
         for i in range(60):
             assert os.pread(opened[i], 10, 0) == bytes([i]) * 10
@@ -69,16 +69,16 @@ def test_few_sources_are_open_at_once_and_those_in_use_stay_open(
 def test_a_source_written_after_the_plan_is_noticed_at_once_and_when_opened(tmp_path: Path) -> None:
     names, identities = _numbered(tmp_path, 3)
     with files.opened_dir(tmp_path) as fd:
-        opened = Sources(fd, names, identities)
+        opened = SourceFiles(fd, names, identities)
         (tmp_path / "s2").write_bytes(b"x" * 10)
         assert os.pread(opened[1], 1, 0) == b"\x01"
         with pytest.raises(SourceChanged, match="s2"):
             opened[2]
         with pytest.raises(SourceChanged, match="s2"):
-            Sources(fd, names, identities)
+            SourceFiles(fd, names, identities)
         (tmp_path / "s0").unlink()
         with pytest.raises(SourceChanged, match="s0"):
-            Sources(fd, names, identities)
+            SourceFiles(fd, names, identities)
 
 
 def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one() -> None:

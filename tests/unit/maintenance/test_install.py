@@ -22,7 +22,7 @@ from ckptd.maintenance.install.execute import execute
 from ckptd.maintenance.install.plan import (
     Command,
     Remove,
-    Target,
+    UnitsTarget,
     Write,
     install_steps,
     service_user,
@@ -40,11 +40,11 @@ def ckptd(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def target(folder: Path, user: str | None = "alice") -> Target:
-    return Target(folder=folder / "etc/systemd/system", user=user, root=folder)
+def target(folder: Path, user: str | None = "alice") -> UnitsTarget:
+    return UnitsTarget(folder=folder / "etc/systemd/system", user=user, root=folder)
 
 
-def write_files(folder: Path, at: Target, drop_in: DropIn) -> None:
+def write_files(folder: Path, at: UnitsTarget, drop_in: DropIn) -> None:
     steps = install_steps(at, drop_in, ("/opt/ckptd/bin/ckptd",), folder / "etc/ckptd/alice", starts=False)
     execute([step for step in steps if not isinstance(step, Command)], lambda _: None)
 
@@ -237,7 +237,7 @@ def test_a_program_that_a_service_does_not_see_is_refused(
 
 def test_whoever_does_not_linger_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A service of a user's own ends with the last session."""
-    target_of_mine = Target(folder=tmp_path, user=None)
+    target_of_mine = UnitsTarget(folder=tmp_path, user=None)
     loaded = load_all(tmp_path)
     monkeypatch.setattr(service, "_LINGER", tmp_path)
     assert any(
@@ -256,7 +256,7 @@ def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not by a unit that fails, and not by a library of another release once a store is asked."""
-    at = Target(folder=tmp_path, user="nobody")
+    at = UnitsTarget(folder=tmp_path, user="nobody")
 
     def tried(program: str, script: str = "") -> None:
         monkeypatch.setattr(sys, "executable", program)
@@ -273,7 +273,7 @@ def test_an_interpreter_that_the_user_cannot_run_is_told_at_once(
     with pytest.raises(NotPermitted, match="exit status 1"):
         tried("/bin/sh", "exit 1")
     tried("/bin/sh", "test $(id -un) = nobody -a ! -w /etc")
-    own = install_steps(Target(folder=tmp_path, user="root"), DROP_IN, ("/c",), tmp_path, starts=False)
+    own = install_steps(UnitsTarget(folder=tmp_path, user="root"), DROP_IN, ("/c",), tmp_path, starts=False)
     assert isinstance(own[0], Write)
 
 

@@ -19,7 +19,7 @@ from ckptd.core.policy.actions import Upload
 from ckptd.daemon.uploads.requests import files_to_upload
 from ckptd.errors import TargetExists
 from ckptd.maintenance.verify import Slice, Verifier
-from ckptd.recover.execute import Execution
+from ckptd.recover.execute import StepExecution
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.recover.select.steps import CopyBeside
 from ckptd.storage.remote import derive_attempts
@@ -47,7 +47,7 @@ def test_more_files_than_descriptors(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fd + _RANKS, limits[1]))
     try:
-        execution = Execution(tmp_path, fd, reserve_bytes=0)
+        execution = StepExecution(tmp_path, fd, reserve_bytes=0)
         execution.run([CopyBeside(tag="checkpoint_1", target=_TARGET, paths=paths)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ckptd.recover.select.choose import NEWEST_READ, Choice, Wanted, choose, committed_saves
+from ckptd.recover.select.choose import NEWEST_READ, Candidates, SavesWanted, choose, committed_saves
 from ckptd.recover.select.copies import Nodes
 from ckptd.recover.select.inventory import NodeMemory, RemoteInventory
 from ckptd.storage.remote.observe import live_commits, read_remote
@@ -67,14 +67,14 @@ def test_older_ones_are_read_where_newer_ones_are_damaged(store: CountingStore) 
 
 
 def test_of_a_tag_that_is_asked_for_or_lies_here_all_is_read(store: CountingStore) -> None:
-    wanted = Wanted(most=1, tags=frozenset({"global_step3"}))
+    wanted = SavesWanted(most=1, tags=frozenset({"global_step3"}))
     remotes = [inventory(store), inventory(store, "s3")]
-    found = committed_saves(remotes, Nodes(), NONE, Choice(), wanted)
+    found = committed_saves(remotes, Nodes(), NONE, Candidates(), wanted)
     assert [(c.tag, len(c.copies)) for c in found] == [(f"global_step{COUNT}", 2), ("global_step3", 2)]
     assert store.count() == 4
 
 
 def test_what_is_of_no_use_does_not_count(store: CountingStore) -> None:
-    wanted = Wanted(most=1, is_usable=lambda c: c.order.step < COUNT - 1)
-    found = committed_saves([inventory(store)], Nodes(), NONE, Choice(), wanted)
+    wanted = SavesWanted(most=1, is_usable=lambda c: c.order.step < COUNT - 1)
+    found = committed_saves([inventory(store)], Nodes(), NONE, Candidates(), wanted)
     assert [c.order.step for c in found] == [COUNT, COUNT - 1, COUNT - 2]

@@ -20,7 +20,7 @@ from ckptd.core.model.resume_marker import RESUMED_PATH, ResumeMarker, read_resu
 from ckptd.daemon.actions.local_deletion import _check_no_save_began
 from ckptd.errors import SourceChanged
 from ckptd.maintenance.uninstall import JobUninstall
-from ckptd.recover.execute import Execution, write_resume_marker
+from ckptd.recover.execute import StepExecution, write_resume_marker
 from ckptd.storage.local.scan import scan
 from tests.support.recover_scene import EXTRA, SHAPES, Scene, scene
 from tests.support.synthetic import write_stage12
@@ -60,13 +60,13 @@ def test_the_word_is_there_before_the_folder_is(scene: Scene, monkeypatch: pytes
         scene.commit(save(scene, step), step)
     shutil.rmtree(scene.save_dir / "checkpoint-10")
     seen: list[ResumeMarker | None] = []
-    run = Execution.run
+    run = StepExecution.run
 
-    def watched(execution: Execution, steps: Sequence[Step]) -> None:
+    def watched(execution: StepExecution, steps: Sequence[Step]) -> None:
         seen.append(word(scene))
         run(execution, steps)
 
-    monkeypatch.setattr(Execution, "run", watched)
+    monkeypatch.setattr(StepExecution, "run", watched)
     scene.resume(tag="checkpoint-10", dry_run=True)
     assert word(scene) is None, "a dry run changes nothing"
     scene.resume(tag="checkpoint-10")

@@ -219,7 +219,7 @@ _NO_HTTP = ("BadStatusLine", "Bad status line")
 RACING = {"ConditionalRequestConflict", "OperationAborted", "409"}
 
 
-class Opened(NamedTuple):
+class OpenedClient(NamedTuple):
     """A client; the credentials and authorities that it uses, as botocore's own objects.
 
     `client` is botocore's or `S3fsClient`, which answers the same operations. `credentials` None: there are
@@ -231,7 +231,7 @@ class Opened(NamedTuple):
     verify: Any
 
 
-def make_client(access: Access, open_one: Callable[[Access], Opened]) -> Opened:
+def make_client(access: Access, open_one: Callable[[Access], OpenedClient]) -> OpenedClient:
     """Return a new client, its credentials looked up now; `open_one` is of the kind that `access` names.
 
     Raises:
@@ -261,7 +261,7 @@ def make_client(access: Access, open_one: Callable[[Access], Opened]) -> Opened:
     return opened
 
 
-def open_botocore(access: Access) -> Opened:
+def open_botocore(access: Access) -> OpenedClient:
     """Return botocore's own client."""
     from botocore.config import Config
 
@@ -277,7 +277,7 @@ def open_botocore(access: Access) -> Opened:
     client.meta.events.register("before-send.s3", _before_sending)
     authorities = session.get_config_variable("ca_bundle")
     verify = authorities or os.environ.get("REQUESTS_CA_BUNDLE") or True
-    return Opened(client, session.get_credentials(), verify)
+    return OpenedClient(client, session.get_credentials(), verify)
 
 
 def config_values(**s3: Any) -> dict[str, Any]:

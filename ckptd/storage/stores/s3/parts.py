@@ -149,7 +149,7 @@ _TRIES = 3
 
 
 @dataclass(slots=True)
-class Upload:
+class MultipartUpload:
     """A multipart upload of ours: its id and sizes, the parts that the server holds, by number.
 
     `crcs`: of the parts behind the first gap; `done_bytes` and `crc`: all parts before it.
@@ -198,7 +198,7 @@ class Sending:
         store: S3Bucket,
         key: str,
         source: Source,
-        upload: Upload,
+        upload: MultipartUpload,
         room: threading.Semaphore,
         turns: OrderedTurns,
         on_progress: Callable[[Progress], None],
@@ -244,7 +244,7 @@ class Sending:
             upload.close_gap()
             self._tell()
 
-    def _copy(self, span: tuple[int, int], request: dict[str, Any]) -> Sent | None:
+    def _copy(self, span: tuple[int, int], request: dict[str, Any]) -> SentRange | None:
         """Let the server copy a part from an object that it holds; None: it is to be sent.
 
         The part is read here all the same: its checksums say whether the server copied the same bytes.
@@ -271,7 +271,7 @@ class Sending:
                     raise
                 self._held = ()
                 return None
-        sent = Sent(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
+        sent = SentRange(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
         is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
         return sent if is_same and _is_intact(store, sent, number) else None
 
@@ -301,7 +301,7 @@ class _CountedSource(WrappedSource):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentRange:
     """Hold the result of sending a range: the server's answer, CRC64 and, where an ETag may prove it, MD5."""
 
     answer: dict[str, Any]
@@ -316,7 +316,7 @@ class Sent:
 
 def send_range(
     store: S3Bucket, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
-) -> Sent:
+) -> SentRange:
     """Send (offset, length) of the source as a part (`PartNumber` in the request) or as the whole object.
 
     Where the server enforces a checksum it gets one behind the body; where it takes none there, in the
@@ -356,7 +356,7 @@ def held_of(store: S3Bucket, source: Source, offset: int, length: int) -> Buffer
     return BufferedBody(read_range(source, offset, length), wants_md5=store.wants_md5)
 
 
-def send_held(store: S3Bucket, key: str, held: BufferedBody, request: dict[str, Any]) -> Sent:
+def send_held(store: S3Bucket, key: str, held: BufferedBody, request: dict[str, Any]) -> SentRange:
     """Send bytes that lie in memory, as `send` does a range of a source."""
     number = request.get("PartNumber")
     arguments = request | arguments_of(store, held)
@@ -367,20 +367,22 @@ def send_held(store: S3Bucket, key: str, held: BufferedBody, request: dict[str, 
         answer = _ask(store, key, held, arguments)
         if answer is None:
             continue
-        sent = Sent(answer=answer, crc=held.crc, md5=held.md5)
+        sent = SentRange(answer=answer, crc=held.crc, md5=held.md5)
         if _is_intact(store, sent, number):
             return sent
     raise changed(_name(key, number), f" {_TRIES} times" if number else "")
 
 
-def _told_directly(store: S3Bucket, key: str, held: BufferedBody, arguments: dict[str, Any]) -> Sent | None:
+def _told_directly(
+    store: S3Bucket, key: str, held: BufferedBody, arguments: dict[str, Any]
+) -> SentRange | None:
     """The short way; None: the other one."""
     if store.direct is None:
         return None
     with store.asking(f"writing {_name(key, arguments.get('PartNumber'))}"):
         flight = store.direct.begin(key, arguments, held.data)
         answer = flight.end() if flight is not None else None
-    return None if answer is None else Sent(answer=answer, crc=held.crc, md5=held.md5)
+    return None if answer is None else SentRange(answer=answer, crc=held.crc, md5=held.md5)
 
 
 def arguments_of(store: S3Bucket, held: BufferedBody) -> dict[str, str]:
@@ -391,7 +393,7 @@ def arguments_of(store: S3Bucket, held: BufferedBody) -> dict[str, str]:
 
 def _send_once_read(
     store: S3Bucket, key: str, source: Source, span: tuple[int, int], request: dict[str, Any]
-) -> Sent | None:
+) -> SentRange | None:
     """The short way, on which the range is read once; None: it is to be sent the other way.
 
     A server that enforces a checksum compares it with what arrived, wherever it stands.
@@ -410,7 +412,7 @@ def _send_once_read(
             raise stopped.error from None
     if answer is None or not body.is_whole:
         return None
-    sent = Sent(answer=answer, crc=body.crc, md5=body.md5)
+    sent = SentRange(answer=answer, crc=body.crc, md5=body.md5)
     checksum = answer.get("ChecksumCRC64NVME")
     is_same = checksum is None or not can.checksum or checksum == encoded(sent.crc)
     return sent if is_same and _is_intact(store, sent, number) else None
@@ -434,12 +436,12 @@ def _ask(
             return None
 
 
-def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, int]) -> Sent:
+def _sent(answer: dict[str, Any], body: Body, inner: Source, span: tuple[int, int]) -> SentRange:
     crc = body.crc if body.is_whole else crc64_of(inner, *span)
-    return Sent(answer=answer, crc=crc, md5=body.md5)
+    return SentRange(answer=answer, crc=crc, md5=body.md5)
 
 
-def _is_intact(store: S3Bucket, sent: Sent, number: int | None) -> bool:
+def _is_intact(store: S3Bucket, sent: SentRange, number: int | None) -> bool:
     """Whether a part arrived as it was read, where ETags are MD5s; an object is looked at as a whole."""
     is_shown = bool(number) and store.abilities.part_etags and sent.md5 is not None
     return not is_shown or bare(sent.etag) == (sent.md5 or b"").hex()

@@ -39,7 +39,7 @@ _NEXT = {
 """Operation → where the next page begins: as it is asked for, as it is told."""
 
 
-def open_s3fs(access: Access) -> sc.Opened:
+def open_s3fs(access: Access) -> sc.OpenedClient:
     """Return a client that s3fs makes from `storage_options`, fsspec's configuration and the environment.
 
     Raises:
@@ -71,7 +71,7 @@ def open_s3fs(access: Access) -> sc.Opened:
         raise ConfigError(
             msg, hint="see storage_options, FSSPEC_S3_* and the files of ~/.config/fsspec"
         ) from error
-    return sc.Opened(S3fsClient(fs), None, None)
+    return sc.OpenedClient(S3fsClient(fs), None, None)
 
 
 def _configure(fs: Any, access: Access) -> None:

@@ -20,10 +20,10 @@ from ckptd.storage.stores.s3.body import STEP_BYTES
 from ckptd.storage.stores.s3.parts import (
     PARTS_AT_ONCE,
     ROOM,
+    MultipartUpload,
     PartLayout,
     Sending,
-    Sent,
-    Upload,
+    SentRange,
     arguments_of,
     encoded,
     held_of,
@@ -69,11 +69,11 @@ def part_size(size_bytes: int, wanted_bytes: int | None) -> int:
     return chosen
 
 
-def shared_upload(token: str, size_bytes: int) -> Upload | None:
+def shared_upload(token: str, size_bytes: int) -> MultipartUpload | None:
     """Return the upload that a token means; None: it is no token of an upload of that size."""
     text, _, upload_id = token.partition(":")
     cuts = parse_layout(text, size_bytes)
-    return Upload(upload_id=upload_id, cuts=cuts) if cuts is not None and upload_id else None
+    return MultipartUpload(upload_id=upload_id, cuts=cuts) if cuts is not None and upload_id else None
 
 
 class Started:
@@ -213,10 +213,10 @@ class S3Uploads:
         if answer is None:
             sent = send_held(store, key, held, started.arguments)
         else:
-            sent = Sent(answer=answer, crc=held.crc, md5=held.md5)
+            sent = SentRange(answer=answer, crc=held.crc, md5=held.md5)
         return self._stored(key, len(held.data), sent, on_progress)
 
-    def _stored(self, key: str, size: int, sent: Sent, on_progress: Callable[[Progress], None]) -> int:
+    def _stored(self, key: str, size: int, sent: SentRange, on_progress: Callable[[Progress], None]) -> int:
         store = self._store
         if store.abilities.checksum and sent.answer.get("ChecksumCRC64NVME") == encoded(sent.crc):
             self._proved[key] = (size, sent.crc, "store-checksum")
@@ -227,7 +227,7 @@ class S3Uploads:
         on_progress(Progress(done_bytes=size, flushed_bytes=size, crc64=sent.crc))
         return sent.crc
 
-    def _begin(self, key: str, cuts: PartLayout) -> Upload:
+    def _begin(self, key: str, cuts: PartLayout) -> MultipartUpload:
         store = self._store
         checksum: dict[str, str] = {}
         if store.abilities.checksum:
@@ -236,9 +236,9 @@ class S3Uploads:
             answer = store.client.create_multipart_upload(
                 **store.place(key), **store.access.for_data, **checksum
             )
-        return Upload(upload_id=answer["UploadId"], cuts=cuts)
+        return MultipartUpload(upload_id=answer["UploadId"], cuts=cuts)
 
-    def _continued(self, key: str, source: Source, resume: ResumePoint) -> Upload | None:
+    def _continued(self, key: str, source: Source, resume: ResumePoint) -> MultipartUpload | None:
         """Return the upload that an earlier attempt began, as the server holds it; None: begin anew."""
         found = shared_upload(resume.token, source.size_bytes)
         if found is None or not self._list_parts(key, found):
@@ -253,7 +253,7 @@ class S3Uploads:
                 self._take_over(number, source, found)
         return found
 
-    def _take_over(self, number: int, source: Source, found: Upload) -> None:
+    def _take_over(self, number: int, source: Source, found: MultipartUpload) -> None:
         """A part that nobody noted as good: one whose ETag shows that it arrived changed is sent again."""
         md5 = hashlib.md5(usedforsecurity=False) if self._store.abilities.part_etags else None
         also = None if md5 is None else md5.update
@@ -264,7 +264,7 @@ class S3Uploads:
         found.crcs[number] = crc
         found.close_gap()
 
-    def _list_parts(self, key: str, found: Upload) -> bool:
+    def _list_parts(self, key: str, found: MultipartUpload) -> bool:
         """Fill in the whole parts that the server holds; False when it does not know the upload."""
         store = self._store
         with store.asking(f"asking for the parts of {key}"):
@@ -286,7 +286,7 @@ class S3Uploads:
                 found.etags[number] = part["ETag"]
         return True
 
-    def _join(self, key: str, size_bytes: int, current: Upload) -> None:
+    def _join(self, key: str, size_bytes: int, current: MultipartUpload) -> None:
         """Complete; an answer that was lost is resolved by looking (docs/design.md §5)."""
         store = self._store
         more: dict[str, str] = {}
@@ -333,17 +333,17 @@ class S3Uploads:
 
     # --- an upload whose parts are sent by several processes -------------------------------
 
-    def begin_shared(self, key: str, cuts: PartLayout) -> Upload:
+    def begin_shared(self, key: str, cuts: PartLayout) -> MultipartUpload:
         """Begin one; its token is what the others need."""
         self._refuse_if_there(key)
         return self._begin(key, cuts)
 
-    def held_shared(self, key: str, size_bytes: int, token: str) -> Upload | None:
+    def held_shared(self, key: str, size_bytes: int, token: str) -> MultipartUpload | None:
         """Return one that was begun, with what the server holds of it; None: it is over."""
         found = shared_upload(token, size_bytes)
         return found if found is not None and self._list_parts(key, found) else None
 
-    def join_shared(self, key: str, upload: Upload) -> None:
+    def join_shared(self, key: str, upload: MultipartUpload) -> None:
         """Join the parts, all of which `etags` and `crc` of the upload know; `verify` is asked next."""
         self._join(key, upload.cuts.size_bytes, upload)
         if upload.md5s and len(upload.md5s) == len(upload.etags):

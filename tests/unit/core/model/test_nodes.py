@@ -17,8 +17,8 @@ from ckptd.core.completeness.markers import replicas
 from ckptd.core.completeness.missing import (
     INCOMPLETE_SECONDS,
     SLOW_SECONDS,
+    MissingPart,
     MissingShards,
-    Part,
     UncommittedSave,
     late,
 )
@@ -187,7 +187,7 @@ def lost(
     seen: list[SeenNode],
     age_seconds: float,
     *,
-    parts: tuple[Part, ...] = (),
+    parts: tuple[MissingPart, ...] = (),
     mm_count: int = 1,
 ) -> MissingShards | None:
     """Of generation 1 of a save at step 9."""
@@ -252,7 +252,7 @@ class TestWords:
         old = SeenNode(node="a", seconds_ago=20, heartbeat=beat("a", 2, 3, step=9))
         missing = shards((2, 1), (3, 1))
         assert words(missing, [old], 10 * SLOW_SECONDS, mm_count=2) is None
-        sent = (Part(node="a", generation=1, last_seconds=100),)
+        sent = (MissingPart(node="a", generation=1, last_seconds=100),)
         text = words(missing, [old], 10 * SLOW_SECONDS, mm_count=2, parts=sent) or ""
         assert text.startswith("missing ranks 2-3 of mp_rank 1 (")
 
@@ -281,7 +281,7 @@ class TestTwoAttempts:
         ]
 
     def test_who_sent_its_save_as_another_sends_nothing_into_this_one(self) -> None:
-        parts = (Part(node="b", generation=2, last_seconds=100),)
+        parts = (MissingPart(node="b", generation=2, last_seconds=100),)
         found = lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS, parts=parts)
         assert found is not None and found.apart == ("b",)
         assert found.text == (
@@ -293,16 +293,16 @@ class TestTwoAttempts:
     @pytest.mark.parametrize("generation", [1, 2])
     def test_who_saved_again_since_is_waited_for(self, generation: int) -> None:
         """Its newest save ended later than what it sent: of this tag again, or with a rank that came late."""
-        parts = (Part(node="b", generation=generation, last_seconds=100),)
+        parts = (MissingPart(node="b", generation=generation, last_seconds=100),)
         assert lost(self.missing, self.seen(last_seconds=160), 10 * SLOW_SECONDS, parts=parts) is None
 
     def test_who_has_sent_all_of_it_is_not_sending(self) -> None:
-        parts = (Part(node="b", generation=1, last_seconds=100),)
+        parts = (MissingPart(node="b", generation=1, last_seconds=100),)
         found = lost(self.missing, self.seen(last_seconds=100), SLOW_SECONDS, parts=parts)
         assert found is not None and found.apart == ()
 
     def test_of_many_nodes_some_are_named(self) -> None:
-        parts = tuple(Part(node=f"n{n}", generation=3, last_seconds=1) for n in range(9))
+        parts = tuple(MissingPart(node=f"n{n}", generation=3, last_seconds=1) for n in range(9))
         text = words(self.missing, [], SLOW_SECONDS, parts=parts) or ""
         assert text.endswith(
             "; nodes n0, n1, n2 and 6 more uploaded another save of this tag, as generation 3"

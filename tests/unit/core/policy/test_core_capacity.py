@@ -17,8 +17,8 @@ from ckptd.core.policy import capacity, retention
 from ckptd.core.policy.capacity import (
     DiskCheckpoint,
     DiskUse,
-    Pace,
     Saved,
+    SaveRhythm,
     disk_use_of,
     forecast,
     rotation_of,
@@ -273,8 +273,10 @@ def test_what_a_person_removed_once_is_no_rotation() -> None:
 def test_two_jobs_fill_one_disk_together(limit: int, room: int, times: float) -> None:
     """Each counts on what the other will have taken: one without a limit, one that rotates in time."""
     policy = RetentionPolicy(save_total_limit=limit)
-    pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY * times, flight_seconds=10.0, since_last_seconds=0.0)
-    mine = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, flight_seconds=10.0)
+    pace = SaveRhythm(
+        sizes_bytes=(SIZE,), every_seconds=EVERY * times, flight_seconds=10.0, since_last_seconds=0.0
+    )
+    mine = SaveRhythm(sizes_bytes=(SIZE,), every_seconds=EVERY, flight_seconds=10.0)
     alone = saves_that_fit(DiskUse(free_bytes=room * SIZE), mine)
     rotated = ((disk_use(10**6, limit, policy), pace),)
     beside = saves_that_fit(DiskUse(free_bytes=room * SIZE, others=rotated), mine)
@@ -330,7 +332,7 @@ def test_ten_thousand_checkpoints_cost_little(
     if not is_committed:
         waiting = tuple(replace(p, is_committed=False, committed_at_seconds=None) for p in here.pieces)
         here = replace(here, pieces=waiting)
-    pace = Pace(sizes_bytes=(SIZE,), every_seconds=EVERY, last_step=10 * count, steps=10)
+    pace = SaveRhythm(sizes_bytes=(SIZE,), every_seconds=EVERY, last_step=10 * count, steps=10)
     told = saves_that_fit(here, pace)
     assert len(questions) <= 20
     assert max(questions) <= 1100

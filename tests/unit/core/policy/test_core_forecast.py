@@ -9,7 +9,7 @@ import pytest
 
 from ckptd.core.model.records import ZERO, DerivedRecord, DerivedState
 from ckptd.core.model.save import Order
-from ckptd.core.policy.capacity import DiskCheckpoint, DiskUse, Forecast, Saved, disk_use_of, forecast
+from ckptd.core.policy.capacity import DiskCheckpoint, DiskForecast, DiskUse, Saved, disk_use_of, forecast
 from ckptd.core.policy.retention import RetentionPolicy
 from tests.model.disk import CHUNKS, DiskWorld, Scenario, drawn, live
 from tests.support.core_views import job_view, resized, save_view, sealed
@@ -153,8 +153,8 @@ def test_quick_saves_are_not_overdue_before_ten_minutes() -> None:
 
 def test_one_save_or_saves_of_one_instant_say_nothing() -> None:
     room = DiskUse(free_bytes=GB)
-    assert forecast(run(1), room, now_seconds=0.0) == Forecast()
-    assert forecast(run(3, every_seconds=0.0), room, now_seconds=0.0) == Forecast()
+    assert forecast(run(1), room, now_seconds=0.0) == DiskForecast()
+    assert forecast(run(3, every_seconds=0.0), room, now_seconds=0.0) == DiskForecast()
 
 
 @pytest.mark.parametrize("every_seconds", [600.0, 60.0])
@@ -281,10 +281,10 @@ def test_one_name_for_all_saves_fills_no_disk() -> None:
     assert forecast(named, room, now_seconds=3600.0).full_in_saves == 0
 
 
-def told_at_each_tick(scenario: Scenario) -> tuple[bool, list[tuple[int, Forecast]]]:
+def told_at_each_tick(scenario: Scenario) -> tuple[bool, list[tuple[int, DiskForecast]]]:
     """Whether the disk filled, and what was said when there were so many saves."""
     saves: list[Saved] = []
-    told: list[tuple[int, Forecast]] = []
+    told: list[tuple[int, DiskForecast]] = []
 
     def watch(_: DiskWorld, tick: int) -> None:
         saves.append(Saved(at_seconds=tick, bytes=96, step=len(saves), written_seconds=CHUNKS))

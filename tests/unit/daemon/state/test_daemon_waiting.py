@@ -12,7 +12,7 @@ import pytest
 
 from ckptd.base.identity import FolderIdentity
 from ckptd.config.schema import JobConfig
-from ckptd.core.completeness.missing import Part
+from ckptd.core.completeness.missing import MissingPart
 from ckptd.core.model import generation
 from ckptd.core.model.decision import Decision
 from ckptd.core.model.generation import KnownManifest, build_commit
@@ -148,7 +148,7 @@ def test_a_save_that_two_nodes_swapped_says_why_it_is_never_committed(waiting: L
         save = row.save.model_copy(update={"files": (*row.save.files, file)})
         waiting.state.saves.rows[ROW] = row.model_copy(update={"save": save})
     missing = (NamedShard(role=Role.OPTIM, shard=ShardKey(d=1)),)
-    other = Part(node="n1", generation=2, last_seconds=0)
+    other = MissingPart(node="n1", generation=2, last_seconds=0)
     waiting.state.uploads.waiting[ROW, "nas", ZERO] = CommitWait(
         reason="rank 1", missing=missing, parts=(other,)
     )

@@ -16,7 +16,7 @@ from ckptd.conversion.parts import Literal, Mean, Part, Range, Stream, Woven, de
 from ckptd.conversion.reader import blocks_of, same_bytes
 from ckptd.conversion.tp_join import Shard, join_states
 from ckptd.errors import CkptdError, RefusedError, SourceChanged
-from ckptd.formats.zero.blocks import Block, Copy, Strand, Weave, dense, sequence
+from ckptd.formats.zero.blocks import Block, BlockCopy, Strand, Weave, dense, sequence
 from ckptd.formats.zero.patterns import Patterns
 from ckptd.formats.zero.shards import Parameter, Piece, StateRanges
 
@@ -273,7 +273,7 @@ def test_wide_and_narrow_strands_scatter_alike(folder: Path) -> None:
 def test_copies_and_rows_of_one_block_are_steps_of_reading() -> None:
     from ckptd.formats.zero.blocks import reading
 
-    assert reading(Block(1, (6,), 0, (1,), 2, (1,))) == (Copy(1, 2, 6),)
+    assert reading(Block(1, (6,), 0, (1,), 2, (1,))) == (BlockCopy(1, 2, 6),)
     rows = Block(1, (3, 2), 5, (9, 1), 4, (7, 1))
     assert reading(rows) == (Weave(3, (Strand(1, 4, 2, 7),)),)
     assert dense((2, 3, 4)) == (12, 4, 1)

@@ -27,7 +27,7 @@ from ckptd.core.model.layouts import parse_shard_name
 from ckptd.errors import CkptdError, DamagedError, RefusedError
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.save import Save, notes
-from ckptd.formats.zero.shards import Source
+from ckptd.formats.zero.shards import SourceShard
 from ckptd.formats.zero.survey import Surveyor
 from tests.support.reading import load, tensor_bytes
 from tests.support.synthetic import STATES, Made, Shapes, Shard, fragment_address, write_stage3, write_stage12
@@ -45,7 +45,7 @@ def survey(folder: Path) -> Save:
     for path in sorted(folder.iterdir()):
         shard = parse_shard_name(path.name)
         if shard is not None:
-            listed.append(Source(0, path.name, shard.role.value, shard.shard.d, shard.shard.mm))
+            listed.append(SourceShard(0, path.name, shard.role.value, shard.shard.d, shard.shard.mm))
     with files.opened_dir(folder) as fd:
         return Surveyor(lambda path: files.reading(fd, path), listed, []).survey()
 

@@ -14,7 +14,7 @@ from ckptd.errors import StorageError
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.base import Store
 from ckptd.storage.stores.checksums import crc64
-from ckptd.storage.stores.parallel import Stopped
+from ckptd.storage.stores.parallel import LaneStopped
 
 DATA = os.urandom((9 << 20) + 7)
 
@@ -77,9 +77,9 @@ def test_a_target_that_takes_no_more_is_no_fault_of_the_remote(store: Store, tmp
 
 def test_who_is_told_may_stop_it(store: Store, out: int) -> None:
     def stop(_: int) -> None:
-        raise Stopped("enough")
+        raise LaneStopped("enough")
 
     moved: Callable[[int], None] = stop
-    with pytest.raises(Stopped):
+    with pytest.raises(LaneStopped):
         store.write_range("object", 0, len(DATA), out, moved)
     assert store.write_range("object", 0, 1, out, ignore) == (1, crc64(DATA[:1]))
