@@ -40,10 +40,9 @@ def save_of(step: int, serial: int) -> Save:
 
 
 def part_of(save: Save, rank: int) -> Save:
-    """Return what one of two ranks writes: its optimizer shard; the first one everything else as well."""
+    """Return what one of two ranks writes on a node of its own: its optimizer shard, and the model states."""
     other = f"rank_{1 - rank}_mp"
-    files = {n: data for n, data in save.files.items() if other not in n and ("rank" in n or rank == 0)}
-    return Save(save.step, files, {})
+    return Save(save.step, {name: data for name, data in save.files.items() if other not in name}, {})
 
 
 def tag_of(step: int) -> str:
