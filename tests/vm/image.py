@@ -105,7 +105,7 @@ def _install_ckptd() -> bool:
         "-m",
         "pip",
         "install",
-        "-q",
+        "-qq",
         "-c",
         ROOT / "constraints.txt",
         "--target",
