@@ -392,7 +392,9 @@ def cut_all(args: argparse.Namespace, record: Record, first_loop: int, *, is_kep
         finally:
             rig.clear()
         if is_broken:
-            stays = rig.work.rename(BUILD / f"{args.fs}-{seed}{args.defect and '-'}{args.defect}")
+            stays = BUILD / f"{args.fs}-{seed}{args.defect and '-'}{args.defect}"
+            shutil.rmtree(stays, ignore_errors=True)  # of the last time
+            rig.work.rename(stays)
             print(f"the disks and lines stay in {stays}", flush=True)
             return True
         if args.seed is not None:

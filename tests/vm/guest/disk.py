@@ -68,7 +68,7 @@ def _begin(lab: Lab, remote: str = "") -> tuple[Mapped, Mapped]:
 
 def shard(lab: Lab) -> None:
     """A shard of a sealed save cannot be read."""
-    node, _ = _begin(lab, 'bandwidth = "300kB/s"')
+    node, _ = _begin(lab, 'bandwidth = "60kB/s"')
     lab.save(1)
     lab.committed(1)
     lab.save(2)
