@@ -39,8 +39,6 @@ CASES = (
     *(Case(f"nfs.{name}", version) for version in ("4.2", "3") for name in NFS),
     Case("service.install", then="service.again"),
     Case("service.hang"),
-    Case("disk.shard"),
-    Case("disk.nas"),
     Case("disk.node"),
 )
 

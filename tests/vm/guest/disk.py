@@ -1,4 +1,4 @@
-"""EIO by the device mapper, below save_dir and below the NAS."""
+"""EIO by the device mapper, below save_dir."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 from tests.vm.guest.lab import EXPORT_DISK, NAS, NODE, NODE_DISK, Lab, mount, sh
 from tests.vm.image import UID
-
-SECTOR_BYTES = 512
 
 
 class Mapped:
@@ -47,15 +45,6 @@ class Mapped:
         """Fail every write with EIO."""
         self._load(f"0 {self.sectors} flakey {self.device} 0 0 100 1 error_writes")
 
-    def break_file(self, path: Path) -> None:
-        """Fail reads of a file's first 32 KiB with EIO."""
-        sh("sync")
-        first = next(line for line in sh("filefrag", "-b512", "-v", path).splitlines() if " 0:" in line)
-        at = int(first.replace(":", " ").replace("..", " ").split()[3])
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-        rest = self._linear(at + 64, self.sectors - at - 64)
-        self._load(f"{self._linear(0, at)}\n{at} 64 error\n{rest}")
-
 
 def _begin(lab: Lab, remote: str = "") -> tuple[Mapped, Mapped]:
     sh("modprobe", "dm-flakey")
@@ -64,47 +53,6 @@ def _begin(lab: Lab, remote: str = "") -> tuple[Mapped, Mapped]:
     lab.write_job(remote=remote)
     lab.start()
     return node, nas
-
-
-def shard(lab: Lab) -> None:
-    """A shard of a sealed save cannot be read."""
-    node, _ = _begin(lab, 'bandwidth = "60kB/s"')
-    lab.save(1)
-    lab.committed(1)
-    lab.save(2)
-    lab.until("it is sealed", lambda: '"global_step2", "action": "complete"' in lab.log.read_text(), 60)
-    node.break_file(lab.save_dir / "global_step2" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    lab.until("status says so", lambda: lab.problems(), 120)
-    lab.save(3)
-    lab.until(
-        "the next one is committed", lambda: list(lab.on_server.glob("_ckptd/commits/global_step3~*")), 120
-    )
-    lab.check("what cannot be read is kept", "global_step2" in lab.here(), lab.here())
-    code, text, _ = lab.ckptd("resume", lab.job)
-    lab.check("resume offers the newest", code == 0 and "global_step3" in text, f"{code}: {text[-300:]}")
-    node.heal()
-    lab.committed(3, 240)
-    lab.judge()
-    lab.stop()
-
-
-def nas(lab: Lab) -> None:
-    """The NAS's disk refuses writes."""
-    _, there = _begin(lab)
-    lab.save(1)
-    lab.committed(1)
-    there.refuse_writes()
-    lab.save(2, 2)
-    lab.until("status says so", lambda: lab.problems(), 120)
-    time.sleep(10)
-    lab.check("both saves are here", {"global_step2", "global_step3"} <= set(lab.here()), lab.here())
-    there.heal()
-    there.mount()
-    lab.until(
-        "the newest is committed", lambda: list(lab.on_server.glob("_ckptd/commits/global_step3~*")), 240
-    )
-    lab.judge()
-    lab.stop()
 
 
 def node(lab: Lab) -> None:
