@@ -41,6 +41,7 @@ DOCS    := .build/.stamp-docs
 TRAINERS := .build/.stamp-frameworks
 
 RGW_PACKAGES    := radosgw ceph-mon ceph-osd ceph-mgr ceph-common
+SLURM_PACKAGES  := munge slurmctld slurmd slurm-client
 # What both clients of the S3 store must pass.
 S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
 SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
@@ -54,8 +55,8 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded figures house pictures man dist release docs \
-        system-packages rgw-packages vm-packages clean
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
+        system-packages rgw-packages vm-packages slurm-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -255,6 +256,9 @@ fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one o
 	$(PY) -m tests.fleet --seeds 50000-50100 --nodes 64 --checkpoints 50 --minutes $(MINUTES) $(ARGS)
 	$(PY) -m tests.fleet --seeds 70001-70002 --nodes 64 --checkpoints 1000 --minutes $(MINUTES) $(ARGS)
 
+slurm: setup ## (root) examples/slurm with real training on a Slurm of its own, four nodes on this machine; twenty minutes
+	CKPTD_FULL=1 $(PY) -m pytest tests/slurm $(ARGS)
+
 figures: $(INSTALL) ## write what the long runs came to into docs/faults.md
 	$(PY) -m tests.support.figures
 
@@ -295,6 +299,13 @@ vm-packages: ## (root) User-Mode Linux and debootstrap, which make vm needs
 	  echo "vm packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(VM_PACKAGES); \
+	fi
+
+slurm-packages: ## (root) Slurm's daemons, which `make slurm` starts by itself
+	@if command -v munged >/dev/null && command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v sbatch >/dev/null; then \
+	  echo "slurm packages: nothing to install"; \
+	else \
+	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES); \
 	fi
 
 clean: ## remove .venv, build products and caches

@@ -129,6 +129,12 @@ class NeedsWholeFiles(RefusedError):
     """A source that cannot be read by ranges from afar; brought here whole it converts."""
 
 
+class BeingRead(RefusedError):
+    """Somebody reads what is to be deleted; it goes once that has ended."""
+
+    default_hint = "nothing to do: it is tried again; a reader that was killed counts ten minutes more"
+
+
 class NotFoundError(CkptdError):
     """No such job, tag or path."""
 

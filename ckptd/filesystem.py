@@ -12,6 +12,7 @@ import io
 import os
 import tempfile
 import threading
+import weakref
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.inventory import RemoteInventory
+    from ckptd.storage.remote.readers import ReaderLease
 
 _IN_MEMORY_BYTES = 8 << 20
 """A file up to this size is read into memory."""
@@ -69,6 +71,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._folders: dict[str, dict[str, ManifestFile]] = {}
         self._commits: dict[str, Any] = {}
         self._pid = 0
+        self._lease: ReaderLease | None = None
 
     # --- what is there -----------------------------------------------------------------------------------
 
@@ -84,6 +87,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
             if self._remote is None or self._pid != os.getpid():
                 self._remote, self._commits = _committed(self.url, self._run)
                 self._folders, self._pid = {}, os.getpid()
+                if self._lease is not None:
+                    self._lease.end()
+                self._lease = _lease_in(self._remote)
+                weakref.finalize(self, self._lease.end)
             return self._remote
 
     def _files(self, folder: str) -> dict[str, ManifestFile]:
@@ -112,6 +119,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if file is None:
             raise FileNotFoundError(path)
         return file
+
+    def _tag(self, path: str) -> str:
+        """Return the tag of the checkpoint that a file is of."""
+        with self._lock:
+            tag: str = self._commits[self._strip_protocol(path).partition("/")[0]].tag
+        return tag
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         """List a folder; see `AbstractFileSystem.ls`. A file's row has its CRC64NVME as `crc64nvme`."""
@@ -162,9 +175,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         if mode != "rb":
             raise NotImplementedError("a committed checkpoint is never written to")
         file = self._file(path)
+        tag = self._tag(path)
         out: IO[bytes] = io.BytesIO() if file.bytes <= _IN_MEMORY_BYTES else tempfile.TemporaryFile()  # noqa: SIM115
         try:
-            self._fetch(file, _writer(out))
+            self._fetch(tag, file, _writer(out))
             out.seek(0)
         except BaseException:
             out.close()
@@ -182,7 +196,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
             callback.set_size(file.bytes)
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(lpath) or ".", delete=False) as out:
             try:
-                self._fetch(file, _writer(out), callback.relative_update if callback is not None else None)
+                self._fetch(
+                    self._tag(rpath),
+                    file,
+                    _writer(out),
+                    callback.relative_update if callback is not None else None,
+                )
                 os.fchmod(out.fileno(), file.mode & 0o777)  # as `restore` gives it
                 os.rename(out.name, lpath)
             except BaseException:
@@ -191,6 +210,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     def _fetch(
         self,
+        tag: str,
         file: ManifestFile,
         write: Callable[[bytes, int], None],
         on_bytes: Callable[[int], None] | None = None,
@@ -200,10 +220,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         from ckptd.storage.stores import parallel
         from ckptd.storage.stores.checksums import to_hex
 
-        store = self._read().store
+        store, lease = self._read().store, self._lease
+        assert lease is not None
 
         def chunks(offset: int, length: int) -> Iterator[bytes]:
             for data in store.stream(file.key, offset, length):
+                lease.hold(tag)
                 write(data, offset)
                 offset += len(data)
                 yield data
@@ -247,6 +269,13 @@ def _committed(url: str, run: str | None) -> tuple[RemoteInventory, dict[str, An
     if not found and run is not None:
         raise NotFoundError(f"run {run} has committed nothing in {url}", hint="`ckptd list` shows the runs")
     return shown, found
+
+
+def _lease_in(remote: RemoteInventory) -> ReaderLease:
+    """Return the lease that retention in the remote waits for while files are read."""
+    from ckptd.storage.remote.readers import ReaderLease
+
+    return ReaderLease(remote.store, "ckptd://")
 
 
 def _folder(name: str) -> dict[str, Any]:

@@ -135,6 +135,12 @@ class LocalConfig(Retention):
         '"5%"',
         "ckptd always leaves this and the next save's size free",
     )
+    scrub_bytes_per_day: BytesPerDay = _key(
+        None,
+        "scrub",
+        '"off"',
+        '"500GB/day": read committed checkpoints here again while nothing else happens',
+    )
 
     @model_validator(mode="after")
     def _ladder_of_own_forms(self) -> LocalConfig:

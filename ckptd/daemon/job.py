@@ -19,6 +19,7 @@ from ckptd.config.schema import config_digest
 from ckptd.core.model.listing import OURS
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
+from ckptd.daemon.actions.healing import Healer
 from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.device import check_device
@@ -284,8 +285,16 @@ class Job:
             shared_lease.holds if shared_lease is not None else lambda: True,
         )
         scrubber = Scrubber(config, state, sessions)
+        self.healer = Healer(config, state, self.state_dir, scrubber, self.workers, self.wake)
         self.executor = PlanExecutor(
-            sessions, self.uploads, self.local_actions, state.journal, self._limits, self.wake, scrubber
+            sessions,
+            self.uploads,
+            self.local_actions,
+            state.journal,
+            self._limits,
+            self.wake,
+            scrubber,
+            self.healer,
         )
 
     def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
@@ -416,7 +425,7 @@ class Job:
         self.peers.turn(now_seconds)
         has_news = self.known_saves.refresh() | self.idle.sees_new(self.sessions.values())
         has_news |= self.control.refresh(self.state_dir) | self.executor.scrub(
-            is_wanted=not self.control.is_resting
+            save_dir_fd, is_wanted=not self.control.is_resting
         )
         is_asked |= self.sealer.is_due(now_seconds) or self.control.awaits_answer
         if self.idle.may_skip(now_seconds, is_changed=listing != before or is_asked or has_news):
@@ -443,12 +452,14 @@ class Job:
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
+        damaged = self.executor.scrubber.damaged
         self.view = build_view(
             self.config,
             state,
             self.sessions,
             save_dir_fd,
-            pins=self.known_saves.pins | self.executor.scrubber.damaged_tags,
+            pins=self.known_saves.pins | {tag for _, tag, _ in damaged},
+            damaged=damaged,
             may_delete=self.deletion_rights.are_held and not self.peers.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             # as long as this run has no id, a node of another one counts as the job's
@@ -496,6 +507,7 @@ class Job:
         if self.state is not None:
             self.leave_line()
             self.local_actions.stop()
+            self.healer.stop()
             self.workers.close()
             self._close_sessions()
             self.state.journal.close()

@@ -132,9 +132,12 @@ class Daemon:
                 job.close()
         return code
 
-    def stop(self) -> None:
-        """End at the next turn; with a drain deadline, when idle or at the deadline (any thread)."""
-        self._queue.put(self._on_stop)
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """End at the next turn; with a drain deadline, when idle or at the deadline (any thread).
+
+        `number`: the signal that asks. While it drains, SIGINT alone ends it at once.
+        """
+        self._queue.put(lambda: self._on_stop(number))
 
     # --- opening ---------------------------------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class Daemon:
 
     def _install_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self.stop())
+            signal.signal(number, lambda received, _: self.stop(received))
         signal.signal(signal.SIGHUP, lambda *_: self._queue.put(self._on_reload))
         signal.signal(signal.SIGUSR1, lambda *_: self._queue.put(self._look_for_requests))
 
@@ -283,14 +286,15 @@ class Daemon:
         if (loaded.jobs, _words(loaded)) != (self._loaded.jobs, _words(self._loaded)):
             self._apply(loaded, self._loaded.jobs)
 
-    def _on_stop(self) -> None:
+    def _on_stop(self, number: int) -> None:
         if self._drain_seconds and self._deadline is None:
             self._deadline = time.monotonic() + self._drain_seconds
             log.info("draining for at most %.0f s", self._drain_seconds)
             for job in self.jobs:
                 job.control.begin_drain(self._drain_seconds)
                 job.wake()
-        else:
+        # at a time limit Slurm sends SIGTERM twice, and its SIGKILL only after KillWait
+        elif number == signal.SIGINT or not self._drain_seconds:
             self._stopping = True
 
     # --- the loop --------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.manifest import ManifestFile
-    from ckptd.maintenance.verify import BadObject, Slice
+    from ckptd.maintenance.verify import BadObject, Reading
     from ckptd.observe.audit import Audit
     from ckptd.recover.files import LocalFault
     from ckptd.recover.select.inventory import RemoteInventory
@@ -74,13 +74,15 @@ class RepairResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairRequest:
-    """Choose what is to be repaired: `targets`: names of remotes; `here`: save_dir as well."""
+    """Choose what is to be repaired: `targets`: names of remotes; `here`: all of save_dir, or paths in it."""
 
     targets: frozenset[str]
-    here: bool = True
+    here: bool | frozenset[str] = True
     tag: str | None = None
-    read: Slice | None = None
+    read: Reading | None = None
     dry_run: bool = False
+    is_daemons: bool = False
+    """The job's own daemon asks, which holds the lock of save_dir and keeps what is damaged."""
 
 
 class Repair:
@@ -123,8 +125,9 @@ class Repair:
         try:
             if fd is not None:
                 self._local = LocalFiles(self._job.save_dir, fd, self._node_id, self._say)
-                if self._wanted.here:
-                    self._mend_here(self._local, self._local.faults(self._remotes, self._wanted.tag))
+                if here := self._wanted.here:
+                    only = None if here is True else here
+                    self._mend_here(self._local, self._local.faults(self._remotes, self._wanted.tag, only))
             for remote, bad in found:
                 resender = self._resender(remote)
                 self.rows += [self._put_right(remote, resender, one) for one in bad]
@@ -178,15 +181,16 @@ class Repair:
         try:
             with self._locked(faults):
                 drop_fetched(self._fd)
-                for tag in dict.fromkeys(fault.tag for fault in faults):
-                    self._mend_folder(local, [fault for fault in faults if fault.tag == tag])
+                for folder in dict.fromkeys(fault.folder for fault in faults):
+                    self._mend_folder(local, [fault for fault in faults if fault.folder == folder])
         except (LockHeld, NoSpaceError) as error:
             self.rows += [self._row_here(fault, outcome="left", error=error) for fault in faults]
 
-    def _make_folder(self, tag: str, path: str) -> None:
+    def _make_folder(self, fault: LocalFault) -> None:
         """Make an empty folder of a save again, with the mode of the checkpoint's own folder."""
+        path = fault.path
         try:
-            with files.opened_dir(tag, self._fd) as folder:
+            with files.opened_dir(fault.folder, self._fd) as folder:
                 status = os.fstat(folder)
                 files.make_folders(folder, [path], mode=stat.S_IMODE(status.st_mode) & 0o777)
                 # trainers that rotate go by the time of the folder
@@ -200,7 +204,9 @@ class Repair:
         pruning.
         """
         try:
-            lock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # its daemon has locked it, and starts one repair at a time
+            if not self._wanted.is_daemons:
+                lock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             msg = f"a daemon owns {self._job.save_dir}"
             hint = "stop it for the repair; the trainer may go on, what it writes in now is left alone"
@@ -214,21 +220,22 @@ class Repair:
             with one_at_a_time(self._fd):
                 yield
         finally:
-            lock(self._fd, fcntl.LOCK_UN)
+            if not self._wanted.is_daemons:
+                lock(self._fd, fcntl.LOCK_UN)
 
     def _mend_folder(self, local: LocalFiles, faults: Sequence[LocalFault]) -> None:
         first = faults[0]
-        mender = FileRepairer(self._fd, first.tag, first.copies, first.seen, self._on_progress)
+        mender = FileRepairer(self._fd, first.folder, first.copies, first.seen, self._on_progress)
         for fault in faults:
             source = None
             try:
                 if fault.left is not None:
                     raise RefusedError(fault.left, hint="call it again when it is quiet")
                 if fault.file is None:
-                    self._make_folder(fault.tag, fault.path)
+                    self._make_folder(fault)
                 else:
                     source = mender.put_back(fault.file)
-                    local.is_good_now(fault.tag, fault.file)
+                    local.is_good_now(fault.folder, fault.file)
             except CkptdError as error:
                 self.rows.append(self._row_here(fault, outcome="left", error=error))
                 continue
@@ -256,7 +263,7 @@ class Repair:
             tag=fault.tag,
             generation=commit.generation,
             form=commit.form,
-            key=f"{fault.tag}/{fault.path}" + ("/" if file is None else ""),
+            key=f"{fault.folder}/{fault.path}" + ("/" if file is None else ""),
             bytes=file.bytes if file is not None else 0,
             damage=damage,
             source=source or next((copy.remote.name for copy in copies), None),

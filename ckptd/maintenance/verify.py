@@ -11,7 +11,7 @@ import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ckptd.base.humanize import in_columns, printable, size_of
 from ckptd.base.names import ROOT
@@ -32,18 +32,39 @@ from ckptd.errors import (
 from ckptd.recover.fetch import PARALLEL, read_through
 from ckptd.recover.select.inventory import is_gone, why_untrusted
 from ckptd.storage.remote.documents import manifests_of_commit, read_generation, stem_of
+from ckptd.storage.remote.readers import ReaderLease
 from ckptd.storage.stores.checksums import to_hex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from ckptd.core.model.manifest import Commit, ManifestFile
     from ckptd.recover.select.inventory import RemoteInventory
+    from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
 
 
 BAD = ("damaged", "unreadable")
 """Verdicts that change the exit code."""
+
+
+class Reading(Protocol):
+    """Which objects are read."""
+
+    def has(self, key: str) -> bool:
+        """Tell whether an object is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Some objects by their keys."""
+
+    keys: frozenset[str]
+
+    def has(self, key: str) -> bool:
+        """Tell whether it is one of them."""
+        return key in self.keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +184,13 @@ _KEPT_FROM_READING = (NotPermitted, StorageError)
 
 
 class Verifier:
-    """Verifies one remote. `read`: read the bytes of that slice; `on_progress(what, done, total)`: bytes."""
+    """Verifies one remote. `read`: read the bytes of those; `on_progress(what, done, total)`: bytes."""
 
     def __init__(
         self,
         remote: RemoteInventory,
         *,
-        read: Slice | None = None,
+        read: Reading | None = None,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._remote = remote
@@ -214,7 +235,7 @@ class Verifier:
             raise NothingCommitted(msg, hint=hint)
         is_all = tag is None and is_wanted is None
         self._list(None if is_all else {view.commit.folder for view in views})
-        rows = [self._one(view, stem_of(view.commit) in retired) for view in views]
+        rows = self._all(views, retired)
         self._collect_uncommitted()
         unlisted = sorted(set(self._sizes) - self._listed) if is_all else []
         return VerifiedRemote(
@@ -226,6 +247,16 @@ class Verifier:
             unlisted_bytes=sum(self._sizes[key] for key in unlisted),
             problems=tuple(damaged),
         )
+
+    def _all(self, views: Sequence[CommitView], retired: Collection[Stem]) -> list[VerifiedCommit]:
+        """Prove one COMMIT after the other; retention waits for the one whose bytes are being read."""
+        rows = []
+        with ReaderLease(self._remote.store, "verify").renewing() as hold:
+            for view in views:
+                if self._read is not None:
+                    hold(view.commit.tag)
+                rows.append(self._one(view, stem_of(view.commit) in retired))
+        return rows
 
     def _list(self, folders: set[str] | None) -> None:
         """List the sizes of all objects in one pass: thousands of questions would cost minutes on S3."""

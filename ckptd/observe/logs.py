@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 Style = Literal["auto", "text", "json"]
 STYLES: tuple[str, ...] = get_args(Style)
 Action = Literal[
-    "complete", "doubt", "upload", "commit", "convert", "hold", "delete-local", "delete-remote", "vanish"
+    "complete",
+    "doubt",
+    "upload",
+    "commit",
+    "convert",
+    "hold",
+    "delete-local",
+    "delete-remote",
+    "vanish",
+    "repair",
 ]
 """`doubt`: a checkpoint here is incomplete, torn, suspect or refused."""
 

@@ -106,6 +106,8 @@ class LocalStatus:
     seen_at: str | None = None
     complete_at: str | None = None
     ended_at: str | None = None
+    damaged: bool = False
+    """A file of it is not what was committed, or cannot be read: `resume` takes another copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

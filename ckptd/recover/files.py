@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 from ckptd.base import extents, files
 from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.engine.inspect import inspect_files
+from ckptd.core.model.generation import files_here
 from ckptd.core.model.layouts import Role, parse_shard_name
-from ckptd.core.model.listing import OURS
 from ckptd.core.model.other_layouts import below, is_single_file
-from ckptd.core.model.records import ZERO
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import (
     CkptdError,
     DamagedError,
@@ -35,14 +35,14 @@ from ckptd.errors import (
 from ckptd.recover.fetch import BUFFER_BYTES, PARALLEL, Fetcher
 from ckptd.recover.select.choose import views_by_save
 from ckptd.recover.select.copies import Copy, Nodes, files_for_node
-from ckptd.recover.select.steps import name_of_extra
+from ckptd.recover.select.steps import DERIVED_UNIVERSAL, name_of_extra
 from ckptd.storage.local.fs import ASIDE, STAGING, closing, ensure_ours, names_in, open_tag, remove_ours
 from ckptd.storage.local.scan import has_open_writer, scan_folder
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, crc64_of, records_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from ckptd.base.identity import FileIdentity
@@ -55,10 +55,15 @@ _SHARDS = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT)
 
 
 def compare_folder(
-    root: Path, dir_fd: int | None, target: str, whole: Copy, wanted: Copy
+    root: Path,
+    dir_fd: int | None,
+    target: str,
+    whole: Copy,
+    wanted: Copy,
+    compare: Callable[[int, ManifestFile], bool] | None = None,
 ) -> tuple[ManifestFile, ...] | None:
     """Return what of the wanted files of the form `whole` is absent from `target` below `root` (open as
-    `dir_fd`), or other bytes; None: the folder is not there.
+    `dir_fd`), or other bytes; None: the folder is not there. `compare`: instead of `same_bytes`.
 
     Raises:
         TargetExists: there is something else under that name (73).
@@ -81,7 +86,9 @@ def compare_folder(
         with ThreadPoolExecutor(PARALLEL, thread_name_prefix="compare") as pool:
             found = dict(
                 zip(
-                    (f.path for f in present), pool.map(lambda f: same_bytes(folder, f), present), strict=True
+                    (f.path for f in present),
+                    pool.map(lambda f: (compare or same_bytes)(folder, f), present),
+                    strict=True,
                 )
             )
     finally:
@@ -137,6 +144,11 @@ def same_bytes(folder: int, file: ManifestFile) -> bool:
             extents.drop_pages(fd, offset, len(data))
             offset += len(data)
         return to_hex(crc) == file.checksums.crc64nvme
+    except OSError as error:
+        # bytes that the disk has lost are as bad as other ones
+        if error.errno in files.ROTTEN:
+            return False
+        raise
     finally:
         os.close(fd)
 
@@ -174,20 +186,20 @@ def file_identities(save_dir_fd: int, tag: str) -> Seen:
 
 
 class FileRepairer:
-    """Mends one tag's folder; the caller holds the locks. `copies`: the same save on each remote; `seen`: the
-    folder when it was found to be that save."""
+    """Mends one folder of a save, by its path below save_dir; the caller holds the locks. `copies`: the same
+    form on each remote; `seen`: the folder when it was found to be that save."""
 
     def __init__(
         self,
         save_dir_fd: int,
-        tag: str,
+        folder: str,
         copies: Sequence[Copy],
         seen: Seen,
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._seen = seen
         self._fd = save_dir_fd
-        self._tag = tag
+        self._folder = folder
         self._copies = copies
         self._on_progress = on_progress
         self._staging = f"{FETCHED}{copies[0].view.sha256[:16]}"
@@ -209,9 +221,9 @@ class FileRepairer:
         try:
             self._swap(file)
         except OSError as error:
-            msg = f"{self._tag}/{file.path}: {error.strerror}"
+            msg = f"{self._folder}/{file.path}: {error.strerror}"
             raise StorageError(msg) from error
-        self._seen = file_identities(self._fd, self._tag)
+        self._seen = file_identities(self._fd, self._folder)
         return copy.remote.name
 
     def end(self) -> None:
@@ -221,12 +233,12 @@ class FileRepairer:
     # --- inside ----------------------------------------------------------------------------------------
 
     def _refuse_if_changed(self) -> None:
-        if file_identities(self._fd, self._tag) != self._seen:
-            msg = f"{self._tag} was written in since it was compared"
+        if file_identities(self._fd, self._folder) != self._seen:
+            msg = f"{self._folder} was written in since it was compared"
             raise RefusedError(msg, hint="call it again when it is quiet")
 
     def _fetch(self, file: ManifestFile) -> Copy:
-        last: CkptdError = DamagedError(f"no remote holds {self._tag}/{file.path} as it was committed")
+        last: CkptdError = DamagedError(f"no remote holds {self._folder}/{file.path} as it was committed")
         with closing(ensure_ours(self._fd, f"{STAGING}/{self._staging}")) as staging:
             for copy in self._copies:
                 same = [f for f in copy.files if is_same_file(f, file)]
@@ -241,7 +253,7 @@ class FileRepairer:
         raise last
 
     def _told(self, copy: Copy, file: ManifestFile) -> Callable[[int, int], None] | None:
-        tell, what = self._on_progress, f"{copy.remote.name}: {self._tag}/{file.path}"
+        tell, what = self._on_progress, f"{copy.remote.name}: {self._folder}/{file.path}"
         return (lambda done, total: tell(what, done, total)) if tell else None
 
     def _swap(self, file: ManifestFile) -> None:
@@ -249,7 +261,7 @@ class FileRepairer:
         with (
             closing(files.open_dir_beneath(self._fd, f"{STAGING}/{self._staging}")) as staging,
             opened_parent(staging, head) as source,
-            closing(open_tag(self._fd, self._tag)) as folder,
+            closing(open_tag(self._fd, self._folder)) as folder,
         ):
             status = os.fstat(folder)
             mode = stat.S_IMODE(status.st_mode) & 0o777
@@ -267,15 +279,16 @@ class FileRepairer:
         """Move the bad file aside: the good one is put there under a name of its own, then the two are
         swapped.
         """
+        label = self._folder.rpartition("/")[2]
         with closing(ensure_ours(self._fd, ASIDE)) as aside:
-            name = rename_numbered(source, base, aside, f"{self._tag}.{base}")
+            name = rename_numbered(source, base, aside, f"{label}.{base}")
             try:
                 files.rename_exchange(aside, name, into, base)
             except OSError as error:
                 if error.errno not in _NOT_SWAPPED:
                     raise
                 # a file system that cannot swap: for a moment the name is free
-                rename_numbered(into, base, aside, f"{self._tag}.{base}")
+                rename_numbered(into, base, aside, f"{label}.{base}")
                 files.rename_new(aside, name, into, base)
             files.fsync_dir(aside)
 
@@ -330,7 +343,6 @@ def _times_kept(*folders: int) -> Iterator[None]:
 # --- finding what lies intact or damaged in save_dir -----------------------------------------------------
 
 _COMPARED = (Role.OPTIM, Role.MODEL, Role.LAYER, Role.EXPERT, Role.WEIGHTS)
-_DERIVED = f"{OURS}/derived/universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,8 +352,10 @@ class LocalFault:
     """
 
     tag: str
+    folder: str
+    """Path of the form's folder below save_dir; the tag itself for the ZeRO form."""
     path: str
-    """Below the folder of the checkpoint."""
+    """Below that folder."""
     file: ManifestFile | None
     """None: it is an empty folder."""
     copies: tuple[Copy, ...]
@@ -362,6 +376,7 @@ class LocalFiles:
         self._node_id = node_id
         self._say = say
         self._good: dict[tuple[str, str], bool] = {}
+        self._only: Collection[str] | None = None
 
     def find(self, tag: str, form: str, file: ManifestFile) -> str | None:
         """Return the path below save_dir of a file with exactly those bytes; None: there is none."""
@@ -373,67 +388,96 @@ class LocalFiles:
                 return path
         return None
 
-    def is_good_now(self, tag: str, file: ManifestFile) -> None:
+    def is_good_now(self, folder: str, file: ManifestFile) -> None:
         """Note that a file was repaired."""
-        self._good[below(tag, file.path), file.checksums.crc64nvme] = True
+        self._good[below(folder, file.path), file.checksums.crc64nvme] = True
 
-    def faults(self, remotes: Sequence[RemoteInventory], tag: str | None) -> list[LocalFault]:
+    def faults(
+        self,
+        remotes: Sequence[RemoteInventory],
+        tag: str | None,
+        only: Collection[str] | None = None,
+    ) -> list[LocalFault]:
         """Return damaged files and lost folders of committed saves whose folder is here; oldest first.
 
         A folder that holds another save than the newest committed one of its tag is left alone, and so are
-        files beside the shards that somebody changed on purpose (another time or size).
+        files beside the shards, or of a universal form, that somebody changed on purpose (another time).
+        `only`: paths below save_dir; other files are believed by their size and time.
         """
+        self._only = only
         found: list[LocalFault] = []
-        for name, copies in _newest_by_tag(remotes, tag, self._say).items():
-            status = files.stat_beneath(self._fd, name)
-            if status is None:
-                continue
-            whole = self._ours(copies[0], name)
-            seen = file_identities(self._fd, name)
-            held = self._lacking(name, whole)
-            if held is None:
-                self._say(f"{name}: the folder here is another save than the committed one; left alone")
-                continue
-            lacking = [file for file in held if self._is_damage(name, file)]
-            faults = [*((file.path, file) for file in lacking), *self._lost(name, copies[0])]
-            if not faults:
-                continue
-            reason = why_busy(str(self._save_dir), self._fd, name)
-            found += [
-                LocalFault(
-                    tag=name,
-                    path=path,
-                    file=file,
-                    copies=(whole, *(other for other in copies[1:] if _is_of_save(other, whole))),
-                    is_there=self._is_there(name, path),
-                    seen=seen,
-                    left=reason,
-                )
-                for path, file in faults
-            ]
+        for form in (ZERO, UNIVERSAL):
+            for name, copies in _newest_by_tag(remotes, tag, form, self._say).items():
+                found += self._faults_of(name, form, copies)
         return found
 
-    def _lost(self, tag: str, copy: Copy) -> list[tuple[str, None]]:
+    def _faults_of(self, tag: str, form: str, copies: Sequence[Copy]) -> list[LocalFault]:
+        folder = tag if form == ZERO else f"{DERIVED_UNIVERSAL}/{tag}"
+        if files.stat_beneath(self._fd, folder) is None:
+            return []
+        if form != ZERO:
+            copies = [_as_made_here(copy, folder) for copy in copies]
+        whole = self._ours(copies[0], folder)
+        seen = file_identities(self._fd, folder)
+        held = self._lacking(folder, whole)
+        if held is None:
+            self._say(f"{folder}: the folder here is another save than the committed one; left alone")
+            return []
+        lacking = [file for file in held if self._is_damage(folder, file)]
+        faults = [*((file.path, file) for file in lacking), *self._lost(folder, copies[0])]
+        if self._only is not None:
+            faults = [row for row in faults if below(folder, row[0]) in self._only]
+        if not faults:
+            return []
+        reason = why_busy(str(self._save_dir), self._fd, folder)
+        return [
+            LocalFault(
+                tag=tag,
+                folder=folder,
+                path=path,
+                file=file,
+                copies=(whole, *(other for other in copies[1:] if _is_of_save(other, whole))),
+                is_there=self._is_there(folder, path),
+                seen=seen,
+                left=reason,
+            )
+            for path, file in faults
+        ]
+
+    def _same(self, folder: int, file: ManifestFile, path: str) -> bool:
+        """Compare a file, `path` below save_dir; of those that nobody asked for only size and time."""
+        if self._only is not None and path not in self._only:
+            with contextlib.suppress(RefusedError, OSError):
+                status = files.stat_beneath(folder, file.path)
+                if status is not None and (status.st_size, status.st_mtime_ns) == (file.bytes, file.mtime_ns):
+                    return True
+        return same_bytes(folder, file)
+
+    def _lost(self, folder: str, copy: Copy) -> list[tuple[str, None]]:
         """Return the empty folders of this node's part of a save that are not there; of no file."""
         is_alone = len(copy.manifests) == 1
         mine = (m for m in copy.manifests if is_alone or m.node_id == self._node_id)
         paths = {path for manifest in mine for path in manifest.empty_folders}
-        return [(path, None) for path in sorted(paths) if not self._is_there(tag, path)]
+        return [(path, None) for path in sorted(paths) if not self._is_there(folder, path)]
 
-    def _lacking(self, tag: str, whole: Copy) -> list[ManifestFile] | None:
-        """Return the files of a committed save that are bad or absent here; None: the folder is another save.
+    def _lacking(self, folder: str, whole: Copy) -> list[ManifestFile] | None:
+        """Return the files of a committed form that are bad or absent here; None: it is another save's.
 
         Where fingerprints tell nothing any more (rot in a zip directory), sizes and times do: whoever saves
         again changes the time of what it writes.
         """
+
+        def compare(dir_fd: int, file: ManifestFile) -> bool:
+            return self._same(dir_fd, file, below(folder, file.path))
+
         try:
-            found = compare_folder(self._save_dir, self._fd, tag, whole, whole)
+            found = compare_folder(self._save_dir, self._fd, folder, whole, whole, compare)
             return list(whole.files if found is None else found)
         except TargetExists:
             lacking = []
         try:
             for file in whole.files:
-                path = below(tag, file.path)
+                path = below(folder, file.path)
                 status = files.stat_beneath(self._fd, path)
                 is_same = status is None or (status.st_size, status.st_mtime_ns) == (
                     file.bytes,
@@ -441,25 +485,26 @@ class LocalFiles:
                 )
                 if file.role in _COMPARED and not is_same:
                     return None
-                if status is None or not same_bytes(self._fd, file.model_copy(update={"path": path})):
+                placed = file.model_copy(update={"path": path})
+                if status is None or not self._same(self._fd, placed, path):
                     lacking.append(file)
         except (CkptdError, OSError):
             return None
         return lacking
 
-    def _is_there(self, tag: str, path: str) -> bool:
-        return files.stat_beneath(self._fd, below(tag, path)) is not None
+    def _is_there(self, folder: str, path: str) -> bool:
+        return files.stat_beneath(self._fd, below(folder, path)) is not None
 
-    def _is_damage(self, tag: str, file: ManifestFile) -> bool:
+    def _is_damage(self, folder: str, file: ManifestFile) -> bool:
         if file.role in _COMPARED:
             return True
-        status = files.stat_beneath(self._fd, below(tag, file.path))
-        if status is None or (status.st_size, status.st_mtime_ns) == (file.bytes, file.mtime_ns):
+        status = files.stat_beneath(self._fd, below(folder, file.path))
+        if status is None or status.st_mtime_ns == file.mtime_ns:
             return True
-        self._say(f"{tag}/{file.path} was changed since the save; left alone")
+        self._say(f"{folder}/{file.path} was changed since the save; left alone")
         return False
 
-    def _ours(self, copy: Copy, tag: str) -> Copy:
+    def _ours(self, copy: Copy, folder: str) -> Copy:
         """Return this node's part of a copy; where that is not known, the part that lies here."""
         whole = files_for_node(copy, Nodes())
         if len(copy.manifests) == 1:
@@ -467,7 +512,7 @@ class LocalFiles:
         mine = tuple(m for m in copy.manifests if m.node_id == self._node_id)
         if mine:
             return files_for_node(replace(copy, manifests=mine), Nodes())
-        here = tuple(file for file in whole.files if self._is_there(tag, file.path))
+        here = tuple(file for file in whole.files if self._is_there(folder, file.path))
         return replace(whole, files=here)
 
 
@@ -477,14 +522,21 @@ def _candidates(tag: str, form: str, file: ManifestFile) -> Iterable[str]:
     if form == ZERO:
         return [below(tag, file.path)]
     inside = file.path.partition("/")[2]
-    return [f"{_DERIVED}/{tag}/{path}" for path in (file.path, inside) if path]
+    return [f"{DERIVED_UNIVERSAL}/{tag}/{path}" for path in (file.path, inside) if path]
+
+
+def _as_made_here(copy: Copy, folder: str) -> Copy:
+    """Return a universal form with its files as they lie in the folder that it was made in."""
+    here = files_here(copy.view.commit.tag, UNIVERSAL, copy.files)
+    inside = (f.model_copy(update={"path": path.removeprefix(f"{folder}/")}) for path, f in here.items())
+    return replace(copy, files=tuple(inside))
 
 
 def _newest_by_tag(
-    remotes: Sequence[RemoteInventory], tag: str | None, say: Callable[[str], None]
+    remotes: Sequence[RemoteInventory], tag: str | None, form: str, say: Callable[[str], None]
 ) -> dict[str, list[Copy]]:
-    """Return the newest committed save of each tag, on every remote that holds it; oldest first."""
-    saves = views_by_save(remotes, (ZERO,))
+    """Return a form of the newest committed save of each tag, on every remote that has it; oldest first."""
+    saves = views_by_save(remotes, (form,))
     newest = {name: order for order, name in sorted(saves) if tag in (None, name)}
     found: dict[str, list[Copy]] = {}
     for name, order in sorted(newest.items(), key=lambda row: (row[1], row[0])):

@@ -6,6 +6,7 @@ and left out, and the choice is made again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from ckptd.recover.advice import advice, model_facts
 from ckptd.recover.execute import StepExecution
 from ckptd.recover.plan import RecoveryOptions, RecoveryPlan
 from ckptd.recover.select.sources import RemoteSources
+from ckptd.recover.select.steps import ConvertFrom, Fetch, RestoreExtras
+from ckptd.storage.remote.readers import ReaderLease
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ckptd.config.schema import JobConfig
     from ckptd.recover.select.choose import Candidate, Candidates
@@ -142,11 +145,23 @@ class Recovery(ABC):
             return True
         execution = self._executing(fd, self._begin(fd, plan))
         try:
-            execution.run(plan.steps)
+            with self._leases(plan):
+                execution.run(plan.steps)
         except CkptdError as error:
             self._give_up_on(plan, execution.current, error)
             return False
         return self._is_there(fd, plan)
+
+    @contextlib.contextmanager
+    def _leases(self, plan: RecoveryPlan) -> Iterator[None]:
+        """Leave a lease in each remote that the plan reads from: retention there waits meanwhile."""
+        steps = (s for s in plan.steps if isinstance(s, Fetch | RestoreExtras | ConvertFrom))
+        stores = {step.copy.remote.name: step.copy.remote.store for step in steps}
+        with contextlib.ExitStack() as held:
+            for store in stores.values():
+                lease = ReaderLease(store, type(self).__name__.lower())
+                held.enter_context(lease.renewing())(plan.candidate.tag)
+            yield
 
     def _executing(self, fd: int, kept_bytes: int) -> StepExecution:
         self._execution = StepExecution(

@@ -220,7 +220,12 @@ class Resume(Recovery):
             raise RefusedError(
                 msg, hint="resume is for a save_dir whose trainer has ended; nothing was changed"
             )
-        self._local = tuple(checkpoint for checkpoint in local if checkpoint.tag not in self._damaged_here)
+        damaged = self._damaged_here | self._memory.damaged
+        for checkpoint in local:
+            if checkpoint.tag in self._memory.damaged:
+                text = "the daemon found a file of it that is not what was committed; another copy is taken"
+                self._say_once(f"{checkpoint.tag}: {text}")
+        self._local = tuple(checkpoint for checkpoint in local if checkpoint.tag not in damaged)
 
     # --- deciding and doing ----------------------------------------------------------------------------
 

@@ -64,7 +64,7 @@ def _run(command: list[str]) -> int:
 def _force_termination(step: Path, _number: int, _frame: FrameType | None) -> None:
     print("srun: forcing job termination", file=sys.stderr, flush=True)
     while found := below(os.getpid()):
-        _send(found, signal.SIGKILL)
+        send(found, signal.SIGKILL)
         time.sleep(0.02)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -87,15 +87,20 @@ def _register(step: dict[str, object]) -> Path:
             return path
 
 
-def _steps() -> dict[str, dict[str, object]]:
-    """Steps that are listed, by their id."""
+def listed(folder: Path) -> dict[str, dict[str, object]]:
+    """Steps that are listed, by their number."""
     found = {}
-    for path in STEPS.iterdir():
+    for path in folder.iterdir():
         with contextlib.suppress(OSError, ValueError):
             step = json.loads(path.read_text())
             if path.name.isdecimal() and step["listed_at"] <= time.time():
-                found[f"{os.environ['SLURM_JOB_ID']}.{path.name}"] = step
+                found[path.name] = step
     return found
+
+
+def _steps() -> dict[str, dict[str, object]]:
+    """The same by their id."""
+    return {f"{os.environ['SLURM_JOB_ID']}.{number}": step for number, step in listed(STEPS).items()}
 
 
 def below(root: int) -> list[int]:
@@ -112,7 +117,8 @@ def below(root: int) -> list[int]:
     return found[1:]
 
 
-def _send(processes: list[int], number: int) -> None:
+def send(processes: list[int], number: int) -> None:
+    """A signal to each that is still there."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
@@ -145,7 +151,7 @@ def scancel(arguments: list[str]) -> int:
         return 1
     with (STEPS / "signals").open("a") as stream:
         stream.write(f"{step['name']} {given.signal}\n")
-    _send(below(int(str(step["srun"]))), signal.Signals[f"SIG{given.signal}"])
+    send(below(int(str(step["srun"]))), signal.Signals[f"SIG{given.signal}"])
     return 0
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import runs
+from tests.cluster.slurm import below, listed, send
 from tests.e2e.harness import PATIENCE_SECONDS
 from tests.support.real import REPOSITORY
 
@@ -37,6 +38,7 @@ while :; do sleep 0.2; done
 DRAIN = """#!/bin/sh
 # what a daemon does: watch until TERM, then drain, which takes a while, and end; nothing to resume from
 [ "$1" = resume ] && exit 4
+[ "$1" = drain ] && exit 0
 drain() {
     echo draining
     sleep 2
@@ -74,6 +76,18 @@ def program(path: Path, text: str) -> None:
     """An executable file."""
     path.write_text(text)
     path.chmod(0o755)
+
+
+def first_start(work: Path) -> None:
+    """Make the remote this job's."""
+    initialised = subprocess.run(
+        [work / "bin" / "ckptd", "check", "--init-remote", work / "run.toml"],
+        env=os.environ | {"SLURMD_NODENAME": "a"},
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert initialised.returncode == 0
 
 
 def begin(work: Path, script: str, *command: str, **more: str) -> subprocess.Popen[bytes]:
@@ -138,14 +152,7 @@ def test_a_run_from_slurm_to_torchrun_and_back(work: Path) -> None:
 
     TERM reaches trainers first; what they save then is committed when the script ends, though they are gone.
     """
-    initialised = subprocess.run(
-        [work / "bin" / "ckptd", "check", "--init-remote", work / "run.toml"],
-        env=os.environ | {"SLURMD_NODENAME": "a"},
-        capture_output=True,
-        check=False,
-        timeout=120,
-    )
-    assert initialised.returncode == 0
+    first_start(work)
     commits, train = work / "nas" / "_ckptd" / "commits", str(work / "train.sh")
     codes, said = terminated(work, partial(begin, work, "slurm/job.sbatch", train, "global_step2"))
     assert codes == {7}, said
@@ -205,6 +212,23 @@ def test_term_before_a_step_is_listed_reaches_it(work: Path) -> None:
     for name in ("a", "b"):
         assert list((work / name / "nvme" / "run" / "global_step2").iterdir()), said
     assert sorted((work / "drained").read_text().split()) == ["a", "b"]
+
+
+def test_term_to_all_steps_at_once_loses_no_save(work: Path) -> None:
+    """What `scancel --signal=TERM JOB` does: the daemons have drained before the trainer saves."""
+    first_start(work)
+    process = begin(work, "slurm/job.sbatch", str(work / "train.sh"), "global_step2")
+    try:
+        wait_for(lambda: (work / "output").read_text().count("watching") == 2, process, work)
+        wait_for(lambda: (work / "output").read_text().count("training\n") == 2, process, work)
+        for step in listed(work / "steps").values():
+            send(below(int(str(step["srun"]))), signal.SIGTERM)
+    finally:
+        code = end_of(process)
+    said = (work / "output").read_text()
+    assert code == 7, said
+    assert said.count("drained: all that is complete here is committed") == 2, said
+    assert (work / "nas" / "_ckptd" / "commits" / "global_step2~g1~zero.json").exists(), said
 
 
 def test_term_while_daemons_drain_lets_them(work: Path) -> None:

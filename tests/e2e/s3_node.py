@@ -59,6 +59,11 @@ class S3Node(Node):
         """A whole object."""
         return bytes(self.client.get_object(Bucket=self.bucket, Key=f"{PREFIX}/{key}")["Body"].read())
 
+    def written_at(self, key: str) -> str:
+        """When an object was written, and its ETag."""
+        head = self.client.head_object(Bucket=self.bucket, Key=f"{PREFIX}/{key}")
+        return f"{head['LastModified']} {head['ETag']}"
+
     def commits(self, form: str = "zero") -> dict[str, dict[str, Any]]:
         """`<tag>~g<n>` → COMMIT, straight from the bucket; one may go between list and reading."""
         found = {}

@@ -167,6 +167,21 @@ def test_all_of_it_is_committed_and_nothing_else_is_begun(tmp_path: Path) -> Non
         assert "● SAFE  step 2" in here.ckptd("status", here.job_file).stdout
 
 
+def test_a_save_that_is_being_written_is_waited_for(here: Node) -> None:
+    """Nothing else is missing: `ckptd drain` asks, and stays until the save is whole and committed."""
+    here.start()
+    here.save(1)
+    here.wait_committed("global_step1~g1")
+    here.save(2, shards=2)
+    with asking(here, "60s") as command:
+        here.wait("it drains", lambda: here.status().get("drain"))
+        time.sleep(1.0)
+        here.save(2)
+        out, said = command.communicate(timeout=200)
+    assert (command.returncode, "run: drained" in out) == (0, True), out + said
+    assert list(here.commits()) == ["global_step1~g1", "global_step2~g1"]
+
+
 def _shipping(here: Node) -> set[str]:
     return {
         form
@@ -232,30 +247,31 @@ def test_sigterm_drains(here: Node) -> None:
 
 
 def test_sigterm_to_every_process_of_a_step_drains(here: Node) -> None:
-    """What Slurm's scancel does: the daemon's children carry on until it has drained."""
+    """What Slurm's scancel does, at a time limit twice: daemon and children carry on until it has drained."""
     throttle(here, 3.0)
     process = here.start("--drain", "60s")
     here.save(1)
     here.wait("on its way", lambda: _shipping(here) or here.commits())
     children = below(process.pid)
     assert children
-    for pid in (process.pid, *children):
+    for pid in (process.pid, *children, process.pid):
         with contextlib.suppress(ProcessLookupError):  # one that has just ended by itself
             os.kill(pid, signal.SIGTERM)
+            time.sleep(0.1)
     assert process.wait(200) == 0, here.log.read_text()[-2000:]
     assert list(here.commits()) == ["global_step1~g1"]
     assert "its process ended" not in here.log.read_text()
 
 
 @FULL
-def test_a_second_sigterm_stops_at_once(here: Node) -> None:
+def test_ctrl_c_while_it_drains_stops_at_once(here: Node) -> None:
     throttle(here, 60.0)
     process = here.start("--drain", "60s")
     here.save(2)
     here.wait("on its way", lambda: _shipping(here))
     process.send_signal(signal.SIGTERM)
     here.wait("it drains", lambda: here.status().get("drain"))
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     assert process.wait(200) == 3
     assert "global_step2~g1" not in here.commits()
 

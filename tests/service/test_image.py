@@ -72,6 +72,10 @@ done
 {health}
 echo "healthy $?"
 touch /mnt/run/up
+until [ -e /mnt/run/end ]; do sleep 0.1; done
+{stop}
+echo "preStop $?"
+touch /mnt/run/trained
 until [ -e /mnt/run/stop ]; do sleep 0.1; done
 kill -TERM $daemon
 wait $daemon
@@ -148,7 +152,16 @@ def story() -> str:
         daemon=shlex.join([*entry, *sidecar["args"]]),
         health=shlex.join(yaml.safe_load(final.all("HEALTHCHECK")[0].partition(" CMD ")[2])),
         probe=shlex.join(sidecar["livenessProbe"]["exec"]["command"]),
+        stop=shlex.join(sidecar["lifecycle"]["preStop"]["exec"]["command"]),
     )
+
+
+def save(world: Path, step: int) -> None:
+    """What the trainer leaves on the volume."""
+    folder = world / "nvme" / "llama-7b" / f"global_step{step}"
+    write_stage12(folder, [{"w": (8, 3)}], 2, step=step)
+    for path in (folder.parent, folder, *folder.iterdir()):
+        os.chown(path, UID, UID)
 
 
 def wait(what: str, done: Callable[[], object], process: subprocess.Popen[bytes], log: Path) -> None:
@@ -162,7 +175,7 @@ def wait(what: str, done: Callable[[], object], process: subprocess.Popen[bytes]
 
 def test_the_image_runs_read_only_under_any_user(tmp_path: Path) -> None:
     """Built by its own steps; where nothing is committed, a fresh start; alive before the first checkpoint,
-    which is then committed; SIGTERM drains and ends with 0."""
+    which is then committed; preStop and SIGTERM each commit what was saved just before, the end is 0."""
     if os.geteuid() != 0:
         pytest.skip("mount namespaces need root")
     build, final = stages()
@@ -204,14 +217,14 @@ def test_the_image_runs_read_only_under_any_user(tmp_path: Path) -> None:
     try:
         wait("the probe", (world / "run" / "up").exists, pod, log)
         assert (world / "run" / "resume-from").read_text() == ""
-        folder = world / "nvme" / "llama-7b" / "global_step7"
-        write_stage12(tmp_path / "made", [{"w": (8, 3)}], 2)
-        folder.parent.mkdir(exist_ok=True)
-        shutil.copytree(tmp_path / "made", folder)
-        for path in (folder.parent, folder, *folder.iterdir()):
-            os.chown(path, UID, UID)
         commits = world / "nas" / "llama-7b" / "_ckptd" / "commits"
+        save(world, 7)
         wait("the COMMIT", (commits / "global_step7~g1~zero.json").exists, pod, log)
+        save(world, 8)
+        (world / "run" / "end").touch()
+        wait("preStop", (world / "run" / "trained").exists, pod, log)
+        assert (commits / "global_step8~g1~zero.json").exists(), log.read_text()[-4000:]
+        save(world, 9)
         (world / "run" / "stop").touch()
         assert pod.wait(120) == 0, log.read_text()[-4000:]
     finally:
@@ -222,6 +235,8 @@ def test_the_image_runs_read_only_under_any_user(tmp_path: Path) -> None:
     assert "first start 0" in said
     assert "resume 0" in said
     assert "healthy 0" in said
+    assert "preStop 0" in said
     assert "drained 0" in said
+    assert said.index("draining for at most 110 s") < said.index("global_step9 (zero) committed")
     assert "writable" not in said
     assert {path.stat().st_uid for path in commits.iterdir()} == {UID}

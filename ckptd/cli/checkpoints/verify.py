@@ -106,7 +106,7 @@ def _refuse_together(
     from ckptd.errors import UsageError
 
     if dry_run and not repair:
-        raise UsageError("--dry-run belongs to --repair", hint="verify alone writes nothing anyway")
+        raise UsageError("--dry-run belongs to --repair", hint="verify alone changes nothing anyway")
     if repair and run is not None:
         raise UsageError("--repair takes no --run", hint="name TAG: every generation of it is looked at")
     if form is not None and not load:

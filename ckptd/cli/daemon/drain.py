@@ -151,7 +151,7 @@ class Draining:
             stalled = 0
             for one in list(waiting):
                 drain = self._drain_of(one)
-                if drain is not None and (drain.is_done or set(drain.missing) <= set(drain.refused)):
+                if drain is not None and _is_over(drain):
                     waiting.remove(one)
                 elif one.pid is None or not is_there(one.pid):
                     print_note(f"{one.name}: its daemon has gone")
@@ -281,3 +281,8 @@ def reasons(job: JobStatus | None) -> list[str]:
 
 def _no_answer(one: RequestedJob) -> str:
     return "no daemon runs" if one.pid is None else f"its daemon (process {one.pid}) gave no answer"
+
+
+def _is_over(drain: DrainStatus) -> bool:
+    """Tell whether waiting changes nothing; nothing missing and not done means that a save is written."""
+    return drain.is_done or (bool(drain.missing) and set(drain.missing) <= set(drain.refused))

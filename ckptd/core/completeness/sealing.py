@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.completeness.judge import Memory
 from ckptd.core.model.layouts import TRAINER_STATE, Role, ShardKey, is_in_roots
 from ckptd.core.model.metrics import logged_name
+from ckptd.core.model.other_layouts import below
 from ckptd.core.model.save import Best, SealedFile, SealedSave
 
 if TYPE_CHECKING:
@@ -73,6 +74,21 @@ def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileF
     for file in save.files:
         is_same = file.identity == now[file.path].identity or _is_put_back(file, now[file.path])
         if not is_same or facts[file.path].fingerprint != file.fingerprint:
+            return None
+    files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in save.files)
+    return save.model_copy(update={"files": files})
+
+
+def put_back(save: SealedSave, folder: FolderListing, paths: Collection[str]) -> SealedSave | None:
+    """Return the save with the identities that its files have after a repair of `paths`, below save_dir,
+    whose content it compared; None: somebody else wrote there, or a file is still gone.
+    """
+    now = {f.path: f for f in folder.own}
+    if set(now) != {f.path for f in save.files} or folder.folder != save.folder:
+        return None
+    for file in save.files:
+        is_put_back = below(save.tag, file.path) in paths and _is_put_back(file, now[file.path])
+        if file.identity != now[file.path].identity and not is_put_back:
             return None
     files = tuple(f.model_copy(update={"identity": now[f.path].identity}) for f in save.files)
     return save.model_copy(update={"files": files})

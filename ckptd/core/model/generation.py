@@ -15,7 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.core.model.layouts import Grid, NamedShard, Role, absent_ranks, missing_shards
+from ckptd.base.names import DESCRIPTION
+from ckptd.core.model.layouts import LATEST_UNIVERSAL, Grid, NamedShard, Role, absent_ranks, missing_shards
+from ckptd.core.model.listing import OURS
 from ckptd.core.model.manifest import (
     Commit,
     ManifestFile,
@@ -25,6 +27,8 @@ from ckptd.core.model.manifest import (
     name_in,
     named_conflict,
 )
+from ckptd.core.model.other_layouts import below
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.core.model.runs import run_of
 from ckptd.core.model.save import Order, agree, differs, mark_of_save
 from ckptd.core.model.swap_paths import BY_LOCAL_RANK, is_state_folder
@@ -392,6 +396,22 @@ def missing_words(missing: tuple[str, ...], members: Iterable[KnownManifest]) ->
 def objects_of(manifests: Iterable[NodeManifest]) -> dict[str, ManifestFile]:
     """Return the distinct objects that manifests list, by key."""
     return {file.key: file for manifest in manifests for file in manifest.files}
+
+
+def files_here(tag: str, form: str, listed: Iterable[ManifestFile]) -> dict[str, ManifestFile]:
+    """Return path below save_dir → file, of those that lie in the form's own folder on a node that has it.
+
+    What lies in save_dir itself belongs to no checkpoint alone, and the pointer beside a universal form lies
+    in its remote only.
+    """
+    found = [file for file in listed if file.role is not Role.EXTRA]
+    if form == ZERO:
+        return {below(tag, file.path): file for file in found}
+    heads = [f.path.removesuffix(DESCRIPTION) for f in found if f.path.rpartition("/")[2] == DESCRIPTION]
+    if form != UNIVERSAL or len(heads) != 1:
+        return {}
+    mine = (file for file in found if file.path.startswith(heads[0]) and file.path != LATEST_UNIVERSAL)
+    return {f"{OURS}/derived/{form}/{tag}/{file.path.removeprefix(heads[0])}": file for file in mine}
 
 
 def fingerprints_of(manifests: Iterable[NodeManifest]) -> tuple[tuple[str, str], ...]:

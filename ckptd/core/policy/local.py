@@ -15,7 +15,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import best_named
 from ckptd.core.policy.permit import may_go_uncommitted, uncommitted_policy
 from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
-from ckptd.core.policy.view import CommitRef
+from ckptd.core.policy.view import HERE, CommitRef
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -168,6 +168,7 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
             order=save.order,
             bytes=bytes_here(save),
             pinned=save.is_pinned,
+            is_damaged=any((HERE, save.save.tag, form) in view.damaged for form in (ZERO, UNIVERSAL)),
             committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
         ),

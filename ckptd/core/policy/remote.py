@@ -42,7 +42,7 @@ class Generation:
             return "model-only"
         return "resumable" if any(form not in WEIGHTS for form in self.commits) else "weights-only"
 
-    def held(self, view: JobView) -> PolicyFacts:
+    def held(self, view: JobView, remote: str) -> PolicyFacts:
         """Return the facts for the policy, dated by the earliest of the COMMITs, which is the ZeRO form's."""
         times = (c.committed_at_seconds for c in self.commits.values())
         lead = self.leader
@@ -54,6 +54,7 @@ class Generation:
                 order=self.order,
                 bytes=sum(c.bytes for c in self.commits.values()),
                 pinned=lead.tag in view.pinned_tags,
+                is_damaged=any((remote, lead.tag, form) in view.damaged for form in self.commits),
                 committed_at_seconds=min((at for at in times if at is not None), default=None),
                 score=score_of(view, best),
             ),
@@ -147,7 +148,7 @@ def keep_remote(view: JobView) -> dict[tuple[str, str], RetentionVerdict]:
             mine = [g for g in generations if g.leader.is_model_only == is_model_only]
             if not mine:
                 continue
-            held = [g.held(view) for g in mine]
+            held = [g.held(view, remote.name) for g in mine]
             by_policy = apply_policy(held, remote.retention)
             deletes = remote.retention.deletes
             for one, generation in zip(held, mine, strict=True):

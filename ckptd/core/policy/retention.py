@@ -127,6 +127,7 @@ Unuploaded = Literal["keep", "thin", "delete"]
 """Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
 committed; the limit applies to it."""
 
+_DAMAGED = "a copy of it is damaged"
 _MOST_GAPS = 4
 """A gap between two COMMITs counts as at most so many usual ones."""
 
@@ -223,6 +224,8 @@ class PolicyItem:
     bytes: int = 0
     """Size of all its forms in this place."""
     pinned: bool = False
+    is_damaged: bool = False
+    """It stays, and no key counts it: it takes no sound one's place."""
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
     score: float | None = None
@@ -252,7 +255,7 @@ def apply_policy(
     reasons = keep_reasons(everything, policy)
     if len(whole) < len(everything):
         reasons |= keep_reasons(whole, policy)
-    ages = ages_of(everything) if policy.ladder else {}
+    ages = ages_of([item for item in everything if not item.is_damaged]) if policy.ladder else {}
     found: dict[str, dict[str, RetentionVerdict]] = {}
     for one in held:
         key = one.item.key
@@ -285,8 +288,8 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
     Newest is by (branch, step, save_seq), so a rewound run's new saves count before the abandoned ones (P9).
     The newest item is always kept.
     """
-    newest_first = sorted(items, key=lambda item: item.order, reverse=True)
-    reasons: dict[str, list[str]] = {item.key: [] for item in newest_first}
+    reasons: dict[str, list[str]] = {item.key: [_DAMAGED] if item.is_damaged else [] for item in items}
+    newest_first = sorted((i for i in items if not i.is_damaged), key=lambda i: i.order, reverse=True)
     permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
     unlimited = _unlimited(policy)
     for item in permanent:
@@ -307,7 +310,7 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
     if newest_first:
         reasons[newest_first[0].key].append("newest committed")
     if policy.has_limit:
-        _keep_newest(permanent, policy, reasons, sum(item.bytes for item in items if reasons[item.key]))
+        _keep_newest(permanent, policy, reasons, sum(i.bytes for i in newest_first if reasons[i.key]))
     return {key: tuple(why) for key, why in reasons.items()}
 
 

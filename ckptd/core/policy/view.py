@@ -22,6 +22,8 @@ BEGUN_FACTOR = 1.25
 """An upload under way goes on while it is late by no more than this factor: estimates vary."""
 
 
+HERE = ""
+"""Name of this node's disk among the places of copies; a remote's is never empty."""
 WEIGHTS_SHARE = {"weights-fp32": 1 / 3, "weights-bf16": 1 / 6, "weights-fp16": 1 / 6}
 """Bytes of a model beside those of its ZeRO form, at most: masters and two moments in fp32."""
 
@@ -301,6 +303,8 @@ class JobView:
     is_higher_better: bool = False
     pinned_tags: frozenset[str] = frozenset()
     """Pinned tags, also those of which no save is on this node."""
+    damaged: frozenset[tuple[str, str, str]] = frozenset()
+    """(remote or HERE, tag, form) of what is damaged, or cannot be read, there."""
     not_to_delete: frozenset[int] = frozenset()
     """Ids of saves whose deletion from this node failed a short while ago."""
     not_to_upload_late: frozenset[tuple[int, str]] = frozenset()

@@ -14,6 +14,7 @@ from ckptd.storage.remote import messages as m
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ckptd.daemon.actions.healing import Healer
     from ckptd.daemon.actions.local import LocalActions
     from ckptd.daemon.resources.limits import HostLimits
     from ckptd.daemon.uploads.scrub import Scrubber
@@ -34,6 +35,7 @@ class PlanExecutor:
         limits: HostLimits,
         wake: Callable[[], None],
         scrubber: Scrubber,
+        healer: Healer,
     ) -> None:
         self._sessions = sessions
         self._uploads = uploads
@@ -42,6 +44,7 @@ class PlanExecutor:
         self._limits = limits
         self._wake = wake
         self.scrubber = scrubber
+        self._healer = healer
 
     def execute(self, plan: a.Plan, save_dir_fd: int, reserve_bytes: int) -> None:
         """Start what may start now; what has to wait in line is planned again when its turn comes."""
@@ -56,10 +59,14 @@ class PlanExecutor:
                 self._local_actions.refused(what, from_os_error(error, what))
         self._limits.end_turn(places)
 
-    def scrub(self, *, is_wanted: bool = True) -> bool:
-        """Go on with the slow reading, or end it; return whether it found anything, or the trash waits."""
+    def scrub(self, save_dir_fd: int, *, is_wanted: bool = True) -> bool:
+        """Go on with the slow reading and with repairs, or end them; return whether the reading found
+        anything, or the trash waits.
+        """
         is_wanted = is_wanted and not self._limits.child_slots.is_crowded
-        return self.scrubber.turn(is_wanted=is_wanted) | (self._local_actions.deleter.seconds_to_tidy == 0)
+        has_news = self.scrubber.turn(is_wanted=is_wanted)
+        self._healer.turn(save_dir_fd, is_wanted=is_wanted)
+        return has_news | (self._local_actions.deleter.seconds_to_tidy == 0)
 
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""

@@ -210,7 +210,8 @@ def report_deletions(problems: Problems, state: JobState) -> None:
 def _see_deletions(job: WatchedJob, state: JobState) -> None:
     for (remote, sha256), refusal in list(state.deletions.refused.items()):
         if _is_wanted_gone(job, state, remote, sha256):
-            job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint)
+            severity: Severity | None = "note" if refusal.is_read else None
+            job.problems.see("retire-blocked", refusal.about, refusal.text, refusal.hint, severity=severity)
         else:
             state.deletions.forget_refused(remote, sha256)
 

@@ -13,6 +13,7 @@ from ckptd.core.policy.local import newest as newest_save
 from ckptd.core.policy.remote import generations_of, grouped
 from ckptd.core.policy.retention import fullness
 from ckptd.core.policy.safety import exposed, is_to_upload, newest_safe, steps_at_risk
+from ckptd.core.policy.view import HERE
 from ckptd.daemon.health.capacity import link_speed, outlook
 from ckptd.daemon.health.checks import is_idle
 from ckptd.daemon.health.drain import drain_status
@@ -320,6 +321,7 @@ def _sealed(
             seen_at=rfc3339(row.seen_at),
             complete_at=rfc3339(row.sealed_at),
             ended_at=rfc3339(row.ended_at) if row.ended_at else None,
+            damaged=row.state == "present" and (HERE, save.tag, ZERO) in job.view.damaged,
         ),
         remotes=remotes,
         keep=verdict.keeps if verdict is not None else (),

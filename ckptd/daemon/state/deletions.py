@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.base.retry import doubled
-from ckptd.errors import SourceChanged
+from ckptd.errors import BeingRead, SourceChanged
 from ckptd.storage.journal.history import BELT_SECONDS
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HOUR_SECONDS = BELT_SECONDS
 _MINUTE_SECONDS = 60.0
+_MOST_TIMES = 4
 _SOON_SECONDS = 10.0
 _LATELY = "retired-lately"
 """Key of the journal: COMMITs ("digest remote") whose deletion was ordered within the hour, and when
@@ -53,6 +54,8 @@ class RefusedDeletion:
     hint: str
     times: int
     at_seconds: float
+    is_read: bool = False
+    """It waits for a reader."""
 
 
 class Deletions:
@@ -204,13 +207,16 @@ class Deletions:
 
     def note_refused(self, remote: str, sha256: str, about: str, error: CkptdError) -> None:
         """Record that a remote refused to delete a COMMIT once more."""
-        before = self.refused.get((remote, sha256))
+        before, is_read = self.refused.get((remote, sha256)), isinstance(error, BeingRead)
+        times = before.times + 1 if before is not None else 1
         self.refused[remote, sha256] = RefusedDeletion(
             about=about,
             text=f"{about} stays: {error.message}",
             hint=error.hint,
-            times=before.times + 1 if before is not None else 1,
+            # a reader ends without a word to us
+            times=min(times, _MOST_TIMES) if is_read else times,
             at_seconds=time.monotonic(),
+            is_read=is_read,
         )
 
     def forget_refused(self, remote: str, sha256: str) -> None:
@@ -218,7 +224,9 @@ class Deletions:
         self.refused.pop((remote, sha256), None)
 
     def refused_lately(self) -> frozenset[tuple[str, str]]:
-        """(remote, digest) of COMMITs that a remote refused to delete: asked again in a minute … an hour."""
+        """(remote, digest) of COMMITs that a remote refused to delete: asked again in a minute … an hour; of
+        one that is being read, in eight minutes at most.
+        """
         now = time.monotonic()
         return frozenset(
             at

@@ -36,6 +36,9 @@ Code = Literal[
     "transfer-stalled",
     "remote-object-damaged",
     "remote-object-unreadable",
+    "local-file-damaged",
+    "local-file-unreadable",
+    "copy-repaired",
     "upload-failed",
     "source-damaged",
     "commit-waiting",
@@ -104,6 +107,7 @@ _SEVERITY: dict[str, Severity] = {
     "link-slow": "note",
     "save-overdue": "note",
     "hold-released": "note",
+    "copy-repaired": "note",
     "name-shared": "note",
     "run-left": "note",
     "run-copied": "note",
@@ -126,9 +130,11 @@ _MAY_HEAL: frozenset[Code] = frozenset(
         "decision-unpublished",
         "waiting-for-remote",
         "vanished-kept",
+        "remote-object-damaged",
+        "local-file-damaged",
     }
 )
-"""Problems that a save, a deletion, a retry or a start ends within a minute in normal training."""
+"""Problems that a save, a deletion, a repair, a retry or a start ends within a minute in normal training."""
 
 _OUTLIVES_SAVE_DIR: tuple[Code, ...] = (
     *("reload-refused", "vanished-uncommitted", "internal", "node-ending", "termination-unread"),

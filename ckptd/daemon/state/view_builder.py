@@ -87,6 +87,7 @@ def build_view(
     save_dir_fd: int,
     *,
     pins: frozenset[str],
+    damaged: frozenset[tuple[str, str, str]],
     may_delete: bool,
     is_paused: bool,
     is_spread: bool,
@@ -103,10 +104,7 @@ def build_view(
     folders = {f.tag: f for f in listing.folders}
     return JobView(
         saves=_saves(config, state, folders, pins),
-        remotes=tuple(
-            _remote(state, remote, sessions[remote.name], _remote_deletions_left(config, state, remote))
-            for remote in config.remotes
-        ),
+        remotes=_remotes(config, state, sessions),
         local_forms=config.local.forms,
         local_retention=config.local.policy,
         existing=config.existing,
@@ -126,6 +124,7 @@ def build_view(
         may_delete=may_delete,
         deletions_left=deletions.local_left(config.local.policy.save_total_limit),
         pinned_tags=pins,
+        damaged=damaged,
         config_digest=state.config_digest,
         node=next((session.settings.node for session in sessions.values()), ""),
         due_since_seconds=deletions.due_since_seconds,
@@ -145,6 +144,15 @@ def of_untold(state: JobState, sessions: Mapping[str, RemoteSession]) -> frozens
     """All COMMITs of remotes that a decision is yet to be published to."""
     seen = [(name, sessions[name].observation) for name in state.deletions.undecided if name in sessions]
     return frozenset((name, view.sha256) for name, one in seen if one is not None for view in one.commits)
+
+
+def _remotes(
+    config: JobConfig, state: JobState, sessions: Mapping[str, RemoteSession]
+) -> tuple[RemoteView, ...]:
+    return tuple(
+        _remote(state, remote, sessions[remote.name], _remote_deletions_left(config, state, remote))
+        for remote in config.remotes
+    )
 
 
 def _remote_deletions_left(config: JobConfig, state: JobState, remote: RemoteConfig) -> int:

@@ -15,6 +15,7 @@ from ckptd.core.model.manifest import commit_key, node_in
 from ckptd.core.model.records import ZERO, UploadState
 from ckptd.core.policy.remote import TURN_SECONDS
 from ckptd.errors import (
+    BeingRead,
     CommitConflict,
     DamagedError,
     NotFoundError,
@@ -126,7 +127,8 @@ class RemoteDeleter:
 
     def _not_deleted(self, session: RemoteSession, about: str, sha256: str, error: CkptdError) -> None:
         if isinstance(error, _NOT_ITS_FAULT):
-            log.warning("%s stays: %s", about, error)
+            level = logging.INFO if isinstance(error, BeingRead) else logging.WARNING
+            log.log(level, "%s stays: %s", about, error)
             self._state.deletions.note_refused(session.name, sha256, about, error)
         elif not isinstance(error, SourceChanged):
             session.note_transfer_failed(error)

@@ -51,6 +51,8 @@ class NodeMemory:
     """Tag → the order that the daemon gave to the folder here."""
     commits: frozenset[str] = frozenset()
     """Digests of COMMITs that the daemon knew as those of saves here."""
+    damaged: frozenset[str] = frozenset()
+    """Tags of folders here of which the daemon's scrub found a file to be other than committed."""
     refused: frozenset[str] = frozenset()
     """Tags of folders here that the daemon would not send: a byte may be wrong."""
     node: str = ""
@@ -310,11 +312,14 @@ def read_node_memory(job: JobConfig, state_dir: Path | None, node: str) -> NodeM
         refused = frozenset(
             tag for row in rows if row.get("state") == "refused" and not tag_problem(tag := str(row["tag"]))
         )
+        damaged = frozenset(
+            tag for row in rows if row["local"].get("damaged") and not tag_problem(tag := str(row["tag"]))
+        )
         forms = [form for row in rows for by in row.get("remotes", {}).values() for form in by.values()]
         commits = frozenset(str(form["commit_sha256"]) for form in forms if form.get("commit_sha256"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CkptdError):
         return known
-    return replace(known, orders=orders, commits=commits, refused=refused)
+    return replace(known, orders=orders, commits=commits, refused=refused, damaged=damaged)
 
 
 # --- whether documents may be believed -------------------------------------------------------------------

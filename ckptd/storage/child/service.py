@@ -58,8 +58,8 @@ from ckptd.storage.remote.observe import (
     publish,
     still_ours,
 )
-from ckptd.storage.remote.repair import scrub
 from ckptd.storage.remote.runs import claim_run
+from ckptd.storage.remote.scrub import scrub
 from ckptd.storage.remote.shares import hold_lease
 from ckptd.storage.remote.supplement import supplement
 from ckptd.storage.remote.transfer import TransferControl, sealed
@@ -157,7 +157,8 @@ class Service:
         if isinstance(order, UploadRequest):
             return self._upload(attached, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
-            return scrub(attached, order, reporter.control(self._pacer).pacer, reporter.check)
+            pacer = reporter.control(self._pacer).pacer
+            return scrub(attached, order, pacer, reporter.check, self._settings)
         if isinstance(order, DeleteCommit):
             delete_commit(attached, order, reporter.check)
         else:

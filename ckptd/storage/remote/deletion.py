@@ -23,7 +23,7 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import of_run, run_of
 from ckptd.core.model.save import best_named
-from ckptd.errors import CommitConflict, NotFoundError, RefusedError
+from ckptd.errors import BeingRead, CommitConflict, NotFoundError, RefusedError
 from ckptd.storage.remote.documents import (
     Stem,
     generations_with_manifests,
@@ -35,6 +35,7 @@ from ckptd.storage.remote.documents import (
     stem_of,
 )
 from ckptd.storage.remote.observe import is_pinned, point, still_ours
+from ckptd.storage.remote.readers import reader_of
 from ckptd.storage.remote.shares import forget_rows
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def delete_commit(attached: AttachedRemote, order: DeleteCommit, check: Callable
     Raises:
         CommitConflict: the COMMIT is another one than the order names.
         RefusedError: it is pinned in the remote, the newest or the best there (P5), a manifest is unreadable,
-            or the form that is to be left instead is not whole.
+            or the form that is to be left instead is not whole. BeingRead: a reader's lease says so.
         NotFoundError: no such COMMIT and no tombstone.
     """
     store = attached.store
@@ -131,10 +132,13 @@ def _protected(attached: AttachedRemote, order: DeleteCommit, commit: CommitView
         _whole(store, order, *order.instead)
     if not commit.disputed and not order.ends_run:
         _spared(attached, order, commit)
-    # last, for another node's pin may come while all that is read
+    # last, for another node's pin, or a reader, may come while all that is read
     if is_pinned(store, order.tag):
         msg = f"{order.tag} is pinned"
         raise RefusedError(msg, hint=f"`ckptd pin JOB {shlex.quote(order.tag)} --remove` first")
+    reader = reader_of(store, order.tag)
+    if reader is not None:
+        raise BeingRead(f"{reader.what} on {reader.host} reads it since {reader.begun}")
 
 
 def _spared(attached: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:

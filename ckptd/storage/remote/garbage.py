@@ -28,6 +28,7 @@ from ckptd.storage.remote.documents import (
 from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote, still_ours
+from ckptd.storage.remote.readers import expired
 from ckptd.storage.remote.repair import SPARE, holds, staging_key
 from ckptd.storage.stores.base import Abilities
 
@@ -116,6 +117,7 @@ def find(store: Store, identity: RemoteIdentity) -> Collected:
             *objects.values(),
             *documents,
             *leases,
+            *(_garbage(i.key, i.bytes, "the lease of a reader that has ended", None) for i in expired(store)),
             *(_garbage(k, n, "left by a repair", None) for k, n in spares.items() if k not in seen.spares),
         ),
         retiring=tuple((stones[where], seen.freed(where, sizes)) for where in sorted(is_open)),

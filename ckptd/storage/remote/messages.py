@@ -455,9 +455,11 @@ class Discard(Model):
 
 
 class Scrub(Model):
-    """Read objects of one COMMIT in the order of their keys and compare them with its manifests."""
+    """Read files of one COMMIT in the order of their keys and compare them with its manifests."""
 
     op: Literal["scrub"] = "scrub"
+    place: Literal["remote", "here"] = "remote"
+    """Read the remote's objects, or the same files on this node."""
     commit_key: str
     commit_sha256: str
     after: str = ""
@@ -469,9 +471,10 @@ class Scrub(Model):
 
 
 class BadCopy(Model):
-    """One object that is not as it was committed."""
+    """One file that is not as it was committed."""
 
     key: str
+    """Of the object, or on this node the path below save_dir; so too in `Scrub` and `Scrubbed`."""
     expected: str
     found: str
 

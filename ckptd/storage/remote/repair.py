@@ -13,21 +13,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.base.names import ROOT
-from ckptd.core.model.generation import objects_of
 from ckptd.core.model.manifest import Lease, parse
-from ckptd.errors import CkptdError, DamagedError, NotPermitted, RefusedError, StorageError, VerifyError
+from ckptd.errors import CkptdError, DamagedError, RefusedError, VerifyError
 from ckptd.storage.remote.documents import (
     LEASES,
     generations_with_manifests,
-    manifests_of_commit,
-    read_commit,
     read_commits,
     read_generation,
-    read_supplements,
     stem_of,
-    stem_of_key,
 )
-from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import confirm, still_ours
 from ckptd.storage.stores.checksums import crc64, crc64_combined, to_hex
 from ckptd.storage.stores.sources import CrcRanges, WrappedSource, crc64_of
@@ -38,9 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
-    from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Progress, Source, Store
-    from ckptd.storage.stores.rate_limit import RateLimiter
 
 SPARE = f"{ROOT}/spare/"
 _AHEAD_BYTES = 8 << 20
@@ -243,94 +235,6 @@ class ObjectRepairer:
             raise
         if crc != wanted:
             raise DamagedError(f"{key} was sent with other bytes than were committed")
-
-
-# --- scrub -----------------------------------------------------------------------------------------------
-# Committed objects are read again, slowly, in the remote's own child, so that rot is found while it can be
-# repaired. The rate is limited and the order cancelled as for an upload; an object that differs is read twice
-# before it is called bad.
-
-_STEP_BYTES = 4 << 20
-
-
-def scrub(attached: AttachedRemote, order: Scrub, pacer: RateLimiter, check: Callable[[], None]) -> Scrubbed:
-    """Compare the next objects; `check` may raise between two steps.
-
-    What rights or I/O keep from being read is neither good nor bad: it is named, and the rest is compared.
-
-    Raises:
-        RemoteUnreachable, RemoteNotOurs: the remote is not there, or another one.
-    """
-    store = attached.store
-    still_ours(store, attached.identity)
-    where = stem_of_key(order.commit_key)
-    view = read_commit(store, where) if where is not None else None
-    if view is None or view.sha256 != order.commit_sha256:
-        return Scrubbed(is_gone=True)
-    bad: list[BadCopy] = []
-    unread: list[str] = []
-    read = 0
-    last = order.after
-    is_whole = True
-    try:
-        commits = [view, *read_supplements(store, stem_of(view.commit))]
-        objects = objects_of(
-            known.manifest for one in commits for known in manifests_of_commit(store, one.commit)
-        )
-    except (DamagedError, RefusedError) as error:
-        bad.append(BadCopy(key=view.key, expected="its manifests", found=error.message))
-        objects = {}
-    except (NotPermitted, StorageError):
-        unread.append(view.key)
-        objects = {}
-    for key in sorted(objects):
-        if key <= order.after or (order.only and key not in order.only):
-            continue
-        if read >= order.limit_bytes:
-            is_whole = False
-            break
-        try:
-            found = _compare(store, objects[key], pacer, check)
-            if found is not None:
-                read += objects[key].bytes
-                found = _compare(store, objects[key], pacer, check)
-        except (NotPermitted, StorageError):
-            found = None
-            unread.append(key)
-        if found is not None:
-            bad.append(found)
-        read += objects[key].bytes
-        last = key
-    if bad and not confirm(store, ((view.key, view.sha256),), attached.identity).ok:
-        return Scrubbed(read_bytes=read, is_gone=True)
-    return Scrubbed(
-        read_bytes=read, next_after=None if is_whole else last, bad=tuple(bad), unread=tuple(unread)
-    )
-
-
-def _compare(
-    store: Store, file: ManifestFile, pacer: RateLimiter, check: Callable[[], None]
-) -> BadCopy | None:
-    held = store.stat(file.key)
-    if held is None or held.bytes != file.bytes:
-        found = "nothing" if held is None else f"{held.bytes} bytes"
-        return BadCopy(key=file.key, expected=f"{file.bytes} bytes", found=found)
-    crc = done = 0
-    while done < file.bytes:
-        step = pacer.chunk_bytes(min(_STEP_BYTES, file.bytes - done))
-        pacer.take(step, check)
-        try:
-            data = store.read_at(file.key, done, step)
-        except (FileNotFoundError, RefusedError, DamagedError):
-            data = b""
-        if not data:
-            break
-        crc = crc64(data, crc)
-        done += len(data)
-    if done == file.bytes and to_hex(crc) == file.checksums.crc64nvme:
-        return None
-    found = f"CRC64 {to_hex(crc)} over {done} bytes"
-    return BadCopy(key=file.key, expected=f"CRC64 {file.checksums.crc64nvme}", found=found)
 
 
 # --- leases of a node that is gone for good --------------------------------------------------------------

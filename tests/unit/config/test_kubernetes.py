@@ -80,11 +80,13 @@ def test_all_containers_run_as_one_user() -> None:
 
 
 def test_the_order_is_resume_then_daemon_then_trainer_and_the_drain_fits() -> None:
-    """A native sidecar ends after the trainer, within the pod's grace."""
+    """A native sidecar ends after the trainer, within the pod's grace; its preStop runs while that ends."""
     assert "restartPolicy" not in RESUME
     assert SIDECAR["restartPolicy"] == "Always"
     drain = seconds(SIDECAR["args"][SIDECAR["args"].index("--drain") + 1])
-    assert drain + 60 <= POD["terminationGracePeriodSeconds"]
+    stop = SIDECAR["lifecycle"]["preStop"]["exec"]["command"]
+    before = seconds(stop[stop.index("--deadline") + 1])
+    assert max(before + 10, 60) + drain <= POD["terminationGracePeriodSeconds"]
 
 
 def test_commands_and_settings_are_ckptds() -> None:
@@ -95,6 +97,7 @@ def test_commands_and_settings_are_ckptds() -> None:
         ["ckptd", *ONCE["args"]],
         SIDECAR["startupProbe"]["exec"]["command"],
         SIDECAR["livenessProbe"]["exec"]["command"],
+        SIDECAR["lifecycle"]["preStop"]["exec"]["command"],
         RESUME["args"][0].partition("$(")[2].partition(")")[0].split(),
     ):
         assert command[0] == "ckptd"

@@ -91,6 +91,7 @@ class House:
                 {self.link.name: self.link},
                 fd,
                 pins=frozenset(),
+                damaged=frozenset(),
                 may_delete=True,
                 is_paused=False,
                 is_spread=False,
@@ -224,7 +225,8 @@ def _planned(
         state=house.state,
         control=SimpleNamespace(pause=None, drain=None, removal=None, plan=None, may_act=True),
         executor=SimpleNamespace(
-            scrubber=SimpleNamespace(damaged_tags=frozenset(damaged)), execute=lambda *_: None
+            scrubber=SimpleNamespace(damaged=frozenset(("nas", tag, "zero") for tag in damaged)),
+            execute=lambda *_: None,
         ),
         supervisor=SimpleNamespace(reserve=SimpleNamespace(keep=lambda *_: None)),
         state_dir=house.save_dir,

@@ -21,7 +21,7 @@ from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.messages import Answer, RemoteSettings, Scrub, Scrubbed
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.repair import scrub
+from ckptd.storage.remote.scrub import scrub
 from ckptd.storage.stores.base import Abilities
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
@@ -57,7 +57,7 @@ def test_pieces_cover_every_object_once(scene: RepairScene) -> None:
     total = sum(p.stat().st_size for p in (scene.nas / TAG).rglob("*") if p.is_file())
     here, read, after, pieces = ground(scene), 0, "", 0
     while True:
-        done = scrub(here, piece(scene, after=after, limit_bytes=1), RateLimiter(), nothing)
+        done = scrub(here, piece(scene, after=after, limit_bytes=1), RateLimiter(), nothing, None)
         assert done.bad == ()
         read += done.read_bytes
         pieces += 1
@@ -86,11 +86,11 @@ def test_what_it_finds(scene: RepairScene, how: str) -> None:
         stones = scene.nas / "_ckptd" / "retired"
         stones.mkdir()
         (stones / f"{TAG}~g1~zero.json").write_text("{}")
-    done = scrub(ground(scene), order, RateLimiter(), nothing)
+    done = scrub(ground(scene), order, RateLimiter(), nothing, None)
     assert done.is_gone is (how == "retired")
     assert [copy.key for copy in done.bad] == ([] if how == "retired" else [key])
     assert scrub(
-        ground(scene), order.model_copy(update={"commit_sha256": "other"}), RateLimiter(), nothing
+        ground(scene), order.model_copy(update={"commit_sha256": "other"}), RateLimiter(), nothing, None
     ).is_gone
 
 
@@ -100,7 +100,7 @@ def test_it_stops_between_two_steps(scene: RepairScene) -> None:
         raise Cancelled(msg)
 
     with pytest.raises(Cancelled):
-        scrub(ground(scene), piece(scene), RateLimiter(), stop)
+        scrub(ground(scene), piece(scene), RateLimiter(), stop, None)
 
 
 @dataclass
@@ -149,6 +149,11 @@ class Thread:
         assert done()
 
     @property
+    def damaged_tags(self) -> set[str]:
+        """Checkpoints of which no copy may go."""
+        return {tag for _, tag, _ in self.scrubber.damaged}
+
+    @property
     def problems(self) -> list[str]:
         """Texts and next steps."""
         return [f"{p.code}: {p.text}; {p.next_step}" for p in self.state.problems.all()]
@@ -179,17 +184,17 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     good = shard.read_bytes()
     scene.flip(shard)
     thread.until(lambda: thread.proven == 2 and thread.problems)
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
     (text,) = thread.problems
     assert text.startswith("remote-object-damaged: nas: ")
     assert f"{TAG}/{shard.name}" in text
     assert text.endswith(f"ckptd verify {scene.save_dir} {TAG} --repair --read-data")
     thread.restart()
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
     assert thread.proven == 2
     shard.write_bytes(good)
     thread.until(lambda: not thread.problems)
-    assert thread.scrubber.damaged_tags == frozenset()
+    assert thread.damaged_tags == frozenset()
     # read lately: nothing more is read
     for _ in range(5):
         thread.scrubber.turn()
@@ -211,7 +216,7 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
 
     def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
         answers.append(
-            scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
+            scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing, None)
         )
         on_answer(answers[0])
         return 1
@@ -219,7 +224,7 @@ def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
     monkeypatch.setattr(thread.session, "request", order)
     thread.until(lambda: answers)
     assert (answers[0].bad, len(answers[0].unread)) == ((), 1)
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
     assert thread.problems
 
 
@@ -241,7 +246,9 @@ def failing(
             return super().get(key)
 
     def order(order: Scrub, on_answer: Callable[[Answer], None]) -> int:
-        answer = scrub(replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing)
+        answer = scrub(
+            replace(ground(scene), store=Failing(str(scene.nas))), order, RateLimiter(), nothing, None
+        )
 
         def answered() -> None:
             thread.session.scrub = None
@@ -275,13 +282,13 @@ def test_what_cannot_be_read_is_not_proven(
     key = f"{TAG}/{shard.name}" if what == "object" else f"_ckptd/commits/{TAG}~g1~zero.json"
     assert text.startswith(f"remote-object-unreadable: nas: {key} cannot be read")
     assert f"ckptd verify {scene.save_dir} {TAG} --read-data" in text
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
     thread.restart()
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
     fails[0] = lambda _: False
     thread.until(lambda: thread.proven == 2)
     assert thread.problems == []
-    assert thread.scrubber.damaged_tags == frozenset()
+    assert thread.damaged_tags == frozenset()
 
 
 def test_many_that_cannot_be_read(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +311,7 @@ def test_what_is_known_damaged_is_kept_while_its_remote_is_away(thread: Thread) 
     thread.until(lambda: thread.problems)
     thread.session.observation = None
     thread.restart()
-    assert thread.scrubber.damaged_tags == {TAG}
+    assert thread.damaged_tags == {TAG}
 
 
 def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
@@ -315,11 +322,11 @@ def test_every_bad_checkpoint_is_looked_at_again(thread: Thread) -> None:
         path = scene.shard(1, tag, scene.nas)
         good[tag] = path.read_bytes()
         scene.flip(path)
-    thread.until(lambda: len(thread.scrubber.damaged_tags) == 2)
+    thread.until(lambda: len(thread.damaged_tags) == 2)
     progress = thread.scrubber._progress["nas"]
     first, last = (progress.tags[sha] for sha in progress.bad)
     scene.shard(1, last, scene.nas).write_bytes(good[last])
-    thread.until(lambda: thread.scrubber.damaged_tags == {first})
+    thread.until(lambda: thread.damaged_tags == {first})
 
 
 def test_anything_else_comes_first(thread: Thread) -> None:
