@@ -7,9 +7,10 @@
 set -u
 note=${CKPTD_EPILOG:-/var/spool/ckptd-epilog}/$SLURM_JOB_ID
 [ -f "$note" ] || exit 0
-runuser "$SLURM_JOB_USER" -s /bin/sh <<EOF
+# anybody may write there, and the note is run as the job's user
+[ "$(stat -c %u "$note")" != "$SLURM_JOB_UID" ] || runuser "$SLURM_JOB_USER" -s /bin/sh <<EOF
 . "$note"
-exec ckptd drain "\$CKPTD_JOB" --deadline 10m
+ckptd drain "\$CKPTD_JOB" --deadline 10m
 EOF
 rm -f "$note"
 exit 0

@@ -5,7 +5,8 @@
 set -u
 # what epilog.sh needs, on nodes that have a place for it
 notes=${CKPTD_EPILOG:-/var/spool/ckptd-epilog}
-[ ! -d "$notes" ] || export -p | grep -E '^export (PATH|CKPTD_|SLURM_|SLURMD_)' > "$notes/$SLURM_JOB_ID"
+[ ! -d "$notes" ] ||
+    (umask 077; export -p | grep -E '^export (PATH|CKPTD_|SLURM_|SLURMD_)' > "$notes/$SLURM_JOB_ID")
 path=$(ckptd resume "$CKPTD_JOB" --nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" \
     --world-size "$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE))" ${RESUME_OPTIONS:-})
 code=$?

@@ -280,3 +280,24 @@ def test_torchrun_trains_on_0_and_4_alone(work: Path, code: int, expected: int) 
     ended, said = launch(work, "torchrun/node.sh", str(work / "train.sh"), NNODES="2", NODE_RANK="0")
     assert ended == expected, said
     assert (work / "trained").exists() == (code in (0, 4))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("owner", [0, 54321])
+def test_the_epilog_runs_no_note_of_another_user(tmp_path: Path, owner: int) -> None:
+    """Everybody may write where notes lie, and the number of the next job can be guessed."""
+    note, ran = tmp_path / "17", tmp_path / "ran"
+    note.write_text(f'touch {ran}\nckptd() {{ echo "$@" >> {ran}; }}\nCKPTD_JOB=/x/run.toml\n')
+    os.chown(note, owner, owner)
+    job = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_UID": "0",
+        "SLURM_JOB_USER": "root",
+        "CKPTD_EPILOG": str(tmp_path),
+    }
+    done = subprocess.run([EXAMPLES / "slurm" / "epilog.sh"], env=os.environ | job, check=False, timeout=60)
+    assert done.returncode == 0
+    assert not note.exists()
+    assert ran.exists() == (owner == 0)
+    if owner == 0:
+        assert ran.read_text() == "drain /x/run.toml --deadline 10m\n"
