@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.vm.guest.lab import EXPORT, EXPORT_DISK, NAS, NODE, SHARED, SPARE_DISK, Lab, mount, sh
@@ -142,7 +143,7 @@ def quota(lab: Lab, version: str) -> None:
     _without_room(lab, lambda: sh("setquota", "-u", UID, 0, 0, 0, 0, EXPORT))
 
 
-def _without_room(lab: Lab, make_room: object) -> None:
+def _without_room(lab: Lab, make_room: Callable[[], object]) -> None:
     lab.start()
     lab.save(1, 6)
     lab.until("status says that there is no room", lambda: "remote-full" in lab.problems(), 90)
@@ -150,7 +151,6 @@ def _without_room(lab: Lab, make_room: object) -> None:
     verdict = lab.judge()
     safe = {tag for tag, _ in verdict.committed} | verdict.whole
     lab.check("no save is lost", len(safe) == 6, sorted(safe))
-    assert callable(make_room)
     make_room()
     lab.committed(6, 240)
     lab.judge()
