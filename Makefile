@@ -20,6 +20,9 @@ ARGS   ?=
 REMOTE ?= directory
 # Of a long run; what is left is gone on with by the next one.
 MINUTES ?= 30
+# Of `make powercuts`.
+FS      ?= ext4
+CUTS    ?= 200
 
 export OMP_NUM_THREADS ?= 1
 export MAX_JOBS        ?= $(JOBS)
@@ -43,6 +46,8 @@ SLURM_PACKAGES  := munge slurmctld slurmd slurm-client
 S3_TESTS        := $(addprefix tests/stores/,test_s3.py test_s3_options.py test_s3_checksums.py test_s3_etags.py test_rgw.py) $(addprefix tests/faults/,test_s3_daemon.py test_s3_words.py test_transfer_faults.py)
 SYSTEM_PACKAGES := libaio-dev xfsprogs e2fsprogs util-linux openssh-server openssh-client systemd strace sshfs fuse3 prometheus chromium chromium-driver
 
+VM_PACKAGES     := user-mode-linux debootstrap
+
 # Python compiles what it imports: all of torch beforehand takes longer than its download. (An old pip, as a
 # new venv has it, takes twice as long to find its way through constraints.txt.)
 PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
@@ -50,8 +55,8 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
-        system-packages rgw-packages slurm-packages clean
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
+        system-packages rgw-packages vm-packages slurm-packages clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -224,6 +229,14 @@ stores-full: setup ## the conformance suite on every store and file system that 
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 1800 tests/stores tests/faults/test_s3_daemon.py tests/faults/test_s3_words.py tests/e2e/test_sftp.py tests/e2e/test_quickstart.py tests/e2e/test_bench_transfer.py tests/cluster_convert/test_cluster.py $(ARGS)
 	CKPTD_FULL=1 CKPTD_REMOTE_CLIENT=s3fs $(PY) -m pytest --timeout 1800 -m "not botocore" $(S3_TESTS) $(ARGS)
 
+powercuts: MINUTES = 60
+powercuts: setup ## (root) power cuts of ext4 or XFS under the real daemon (FS=xfs CUTS=200 MINUTES=60; goes on where it was cut)
+	$(PY) -m tests.vm.powercuts --fs $(FS) --cuts $(CUTS) --minutes $(MINUTES) $(ARGS)
+
+vm: MINUTES = 120
+vm: setup ## (root) guests of User-Mode Linux: NFS hangs, ESTALE, quotas; systemd; EIO (ARGS="nfs.hang"; goes on where it was cut)
+	$(PY) -m tests.vm --minutes $(MINUTES) $(ARGS)
+
 faults: WORKERS = 6
 faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost remotes, hostile files, other versions
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/faults tests/attacks tests/killpoints tests/golden $(ARGS)
@@ -279,6 +292,13 @@ rgw-packages: ## (root) Ceph's RADOS gateway, which stores-full then tries as we
 	  echo "rgw packages: nothing to install"; \
 	else \
 	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(RGW_PACKAGES); \
+	fi
+
+vm-packages: ## (root) User-Mode Linux and debootstrap, which make vm needs
+	@if command -v linux.uml >/dev/null && command -v debootstrap >/dev/null; then \
+	  echo "vm packages: nothing to install"; \
+	else \
+	  export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -y -qq --no-install-recommends $(VM_PACKAGES); \
 	fi
 
 slurm-packages: ## (root) Slurm's daemons, which `make slurm` starts by itself

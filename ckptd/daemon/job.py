@@ -22,6 +22,7 @@ from ckptd.daemon.actions.executor import PlanExecutor
 from ckptd.daemon.actions.healing import Healer
 from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.crash_recovery import finish_after_crash
+from ckptd.daemon.device import check_device
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
 from ckptd.daemon.health.drain import drain_view
 from ckptd.daemon.health.foresight import begin_answer
@@ -213,8 +214,8 @@ class Job:
             audit=self.audit,
             is_shared=self.config.shared_fs,
         )
+        check_device(journal, save_dir_fd, self.problems, str(self.config.save_dir))
         state.load()
-        self._check_device(state, save_dir_fd)
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         # the state directory of save_dir's own kind lies inside save_dir
@@ -235,22 +236,6 @@ class Job:
             self.sessions[remote.name] = RemoteSession(*own, remote.bandwidth, self._limits.child_slots)
         self._connect(state, node_id, save_dir_fd)
         return state
-
-    def _check_device(self, state: JobState, save_dir_fd: int) -> None:
-        """Report another device than before: perhaps the NVMe is not mounted; nothing is deleted (H30)."""
-        device = str(os.fstat(save_dir_fd).st_dev)
-        known = state.journal.meta("device")
-        if known is None:
-            state.journal.set_meta("device", device)
-        if known in (None, device):
-            self.problems.clear("device-changed", str(self.config.save_dir))
-        else:
-            self.problems.put(
-                "device-changed",
-                str(self.config.save_dir),
-                f"{self.config.save_dir} lies on another file system than before; nothing is deleted",
-                "is the NVMe mounted? if this is meant, delete the journal in the state directory",
-            )
 
     def _connect(self, state: JobState, node_id: str, save_dir_fd: int) -> None:
         """Make what acts on the state, each with all that it needs."""

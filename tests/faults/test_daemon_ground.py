@@ -42,6 +42,14 @@ def mount(*words: object) -> None:
         time.sleep(0.05)
 
 
+def losetup(*words: object) -> None:
+    """Once the device is free."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while subprocess.run(["losetup", *map(str, words)], capture_output=True, check=False).returncode:
+        assert time.monotonic() < deadline, words
+        time.sleep(0.05)
+
+
 def umount(place: Path) -> None:
     """Once nobody uses it any more."""
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -181,6 +189,33 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path) -> None:
         here.wait("its end", lambda: here.status() and "device-changed" not in here.problems())
         here.save(4)
         here.wait("the prune", lambda: here.local_tags() == {"global_step4"})
+        here.stop()
+
+
+@as_root
+def test_a_boot_gives_the_disk_another_number(tmp_path: Path) -> None:
+    """The device number of save_dir's disk is another one: its saves are known, none is sent again."""
+    nvme, image, other = tmp_path / "nvme", tmp_path / "image", tmp_path / "other"
+    other.write_bytes(bytes(1 << 20))
+    with disk_at(nvme, image), node(tmp_path, local=ONE, remote=ZERO) as here:
+        before = os.stat(nvme).st_dev
+        here.start()
+        here.save(1)
+        here.wait_committed("global_step1~g1")
+        here.stop()
+        umount(nvme)
+        taken = Path(f"/dev/loop{os.minor(before)}")
+        losetup(taken, other)
+        try:
+            mount("-o", "loop", image, nvme)
+            assert os.stat(nvme).st_dev != before
+            here.start()
+            here.save(2)
+            here.wait("the deletion", lambda: here.local_tags() == {"global_step2"})
+        finally:
+            losetup("-d", taken)
+        assert set(here.commits()) == {"global_step1~g1", "global_step2~g1"}
+        assert "device-changed" not in here.problems()
         here.stop()
 
 

@@ -6,18 +6,15 @@ that it rests on is there with the very bytes of one save.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
-import struct
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
 from tests.killpoints import trainer
 from tests.killpoints.life import Place
+from tests.support.known_saves import differs, is_no_universal, read_commit, tree
 
 WINDOW_BYTES = 4096
 TEMPORARY = (".ckptd-tmp-", ".ckptd-part-")
@@ -38,15 +35,11 @@ class Verdict:
 def objects_of(place: Place) -> Objects:
     """What the remote holds."""
     if place.scenario.store == "directory":
-        return _tree(place.remote)
+        return tree(place.remote)
     folder = place.root / "shelf" / "objects"
     if not folder.is_dir():
         return {}
     return {unquote(p.name): p.read_bytes() for p in folder.iterdir() if not p.name.startswith(".")}
-
-
-def _tree(folder: Path) -> Objects:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def judge(place: Place) -> Verdict:
@@ -55,9 +48,9 @@ def judge(place: Place) -> Verdict:
     found = objects_of(place)
     keys: set[str] = set()
     tags: set[str] = set()
-    for key, data in found.items():
+    for key in found:
         if key.startswith("_ckptd/commits/") and key.endswith(".json"):
-            _judge_commit(place, found, key, data, verdict, keys, tags)
+            _judge_commit(found, key, verdict, keys, tags)
     verdict.keys = frozenset(keys)
     listed = keys | {"latest", "latest_universal"}
     verdict.garbage = sum(
@@ -70,61 +63,19 @@ def judge(place: Place) -> Verdict:
     return verdict
 
 
-def _judge_commit(
-    place: Place, found: Objects, key: str, data: bytes, verdict: Verdict, keys: set[str], tags: set[str]
-) -> None:
-    try:
-        commit = json.loads(data)
-    except ValueError:
-        verdict.wrong.append(f"{key} is torn (P3)")
+def _judge_commit(found: Objects, key: str, verdict: Verdict, keys: set[str], tags: set[str]) -> None:
+    commit = read_commit(found, key)
+    if isinstance(commit, str):
+        verdict.wrong.append(commit)
         return
-    contents: Objects = {}
-    for row in commit["manifests"]:
-        text = found.get(row["key"])
-        if text is None or hashlib.sha256(text).hexdigest() != row["sha256"]:
-            verdict.wrong.append(f"{key} rests on {row['key']}, which is gone or another (P3)")
-            return
-        keys.add(row["key"])
-        for file in json.loads(text)["files"]:
-            keys.add(file["key"])
-            if file["key"] not in found:
-                verdict.wrong.append(f"{key}: {file['key']} is not there (P3)")
-                return
-            contents[file["path"]] = found[file["key"]]
-    step, form = commit["step"], commit["form"]
-    save = next(s for s in trainer.saves() if s.step == step)
-    why = _differs(contents, save) if form == "zero" else _is_no_universal(contents, save)
+    keys |= commit.keys
+    save = next(s for s in trainer.saves() if s.step == commit.step)
+    why = (differs if commit.form == "zero" else is_no_universal)(commit.contents, save)
     if why:
         verdict.wrong.append(f"{key}: {why} (P2, P4)")
         return
-    tags.add(commit["folder"])
-    verdict.committed.add((step, form))
-
-
-def _differs(contents: Objects, save: trainer.Save) -> str:
-    if set(contents) != set(save.files):
-        return f"holds {sorted(contents)}, the save is {sorted(save.files)}"
-    wrong = [name for name, data in save.files.items() if contents[name] != data]
-    return f"{wrong} are not the bytes of step {save.step}" if wrong else ""
-
-
-def _is_no_universal(contents: Objects, save: trainer.Save) -> str:
-    for (name, state), data in save.expected.items():
-        held = contents.get(f"zero/{name}/{state}.pt")
-        if held is None:
-            return f"{name}/{state} is missing"
-        if _first_storage(held) != data:
-            return f"{name}/{state} is not that of step {save.step}"
-    return ""
-
-
-def _first_storage(archive: bytes) -> bytes:
-    """Record data/0 of a torch archive; its CRC is 0 in what ckptd writes, which zipfile would refuse."""
-    with zipfile.ZipFile(io.BytesIO(archive)) as packed:
-        record = next(i for i in packed.infolist() if i.filename.endswith("/data/0"))
-    name, extra = struct.unpack_from("<HH", archive, record.header_offset + 26)
-    at = record.header_offset + 30 + name + extra
-    return archive[at : at + record.file_size]
+    tags.add(commit.folder)
+    verdict.committed.add((commit.step, commit.form))
 
 
 def _judge_local(place: Place, verdict: Verdict) -> None:
@@ -133,7 +84,7 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
     newest = written[-1].step if written else 0
     for number, save in enumerate(written):
         folder = place.save_dir / trainer.tag_of(save.step, is_constant=is_constant)
-        is_here = folder.is_dir() and not _differs(_tree(folder), save)
+        is_here = folder.is_dir() and not differs(tree(folder), save)
         newer = [other.step for other in written[number + 1 :] if (other.step, "zero") in verdict.committed]
         is_safe = (save.step, "zero") in verdict.committed or len(newer) >= 2
         if save.step == newest and not is_here:
@@ -148,8 +99,8 @@ def _judge_local(place: Place, verdict: Verdict) -> None:
     pointer = place.save_dir / "latest_universal"
     if pointer.exists():
         target = place.save_dir / pointer.read_text()
-        made = _tree(target) if target.is_dir() else {}
-        if not any(not _is_no_universal(made, save) for save in written):
+        made = tree(target) if target.is_dir() else {}
+        if not any(not is_no_universal(made, save) for save in written):
             verdict.wrong.append(f"latest_universal names {target.name}, which is not whole (P6)")
 
 

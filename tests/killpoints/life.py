@@ -22,6 +22,7 @@ from tests.killpoints import trainer
 from tests.killpoints.process import Process, quiet
 from tests.killpoints.seams import Fate, Seams
 from tests.killpoints.standins import Clock
+from tests.support.known_saves import Save
 
 TURNS = 400
 """A save is uploaded, converted, pruned and all in some forty turns; more than this is a standstill."""
@@ -114,7 +115,7 @@ class Place:
         return self.history.read_text().splitlines()
 
     @property
-    def saves(self) -> tuple[trainer.Save, ...]:
+    def saves(self) -> tuple[Save, ...]:
         """All that the trainer writes in this life."""
         return trainer.saves()[: self.scenario.saves]
 

@@ -190,6 +190,18 @@ class Journal:
         """
         self._db.execute("UPDATE saves SET sealed=? WHERE id=?", (save.model_dump_json(), save_id))
 
+    def renumber_device(self, before: int, now: int) -> None:
+        """Give a disk another number: in every identity of a file or folder, and in meta."""
+        marks = (f'"dev":{before},', f'"dev":{now},')
+        with self._transaction():
+            self._db.execute("UPDATE saves SET sealed=replace(sealed, ?, ?)", marks)
+            self._db.execute("UPDATE deletions SET intent=replace(intent, ?, ?)", marks)
+            self._db.execute(
+                "UPDATE OR REPLACE facts SET identity=? || substr(identity, ?) WHERE identity LIKE ?",
+                (str(now), len(str(before)) + 1, f"{before}:%"),
+            )
+            self.set_meta("device", str(now))
+
     def end_save(self, save_id: int, state: SaveState) -> None:
         """Record that the save is no longer on this node."""
         with self._transaction():
