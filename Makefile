@@ -244,7 +244,7 @@ faults: setup ## what CI runs of faults and attacks: kill -9, full disks, lost r
 faults-full: setup ## every kill point and error, real kills, the long tests (MINUTES=30 for each; goes on where it was cut)
 	$(PY) -m tests.killpoints --minutes $(MINUTES)
 	$(PY) -m tests.killpoints.real --minutes $(MINUTES)
-	CKPTD_FULL=1 $(PY) -m pytest -p tests.support.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints tests/golden tests/model tests/sim tests/fleet $(ARGS)
+	CKPTD_FULL=1 $(PY) -m pytest -p tests.support.resumable --minutes $(MINUTES) --timeout 1800 tests/faults tests/attacks tests/killpoints tests/golden tests/model tests/sim tests/fleet tests/vm $(ARGS)
 
 # Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
 sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`

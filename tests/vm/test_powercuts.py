@@ -60,6 +60,7 @@ def cuts(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=700)
 
 
+@pytest.mark.full
 @pytest.mark.root
 @pytest.mark.faults
 def test_documents_that_are_not_flushed_are_found() -> None:
