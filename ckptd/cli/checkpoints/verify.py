@@ -193,7 +193,7 @@ def run_load(
     from dataclasses import asdict
 
     from ckptd.api import verify_by_loading
-    from ckptd.cli.output import print_note, progress_bar
+    from ckptd.cli.output import print_line, print_note, progress_bar
     from ckptd.errors import UsageError
 
     if form not in (None, "zero", "universal"):
@@ -212,7 +212,8 @@ def run_load(
     if as_json:
         print(json.dumps({"schema_version": 1, "loaded": asdict(loaded)}, indent=1))
     else:
-        print(loaded)
+        for line in str(loaded).splitlines():
+            print_line(line)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -97,6 +97,8 @@ def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
     for life in range(3):
         with daemon(scene, "--config-dir", str(tmp_path)) as process:
             wait_for_status(scene, process.pid, "committed" if life == 0 else "remote-unreachable")
+            if life == 0:
+                wait_for_lines(heard, 3)  # of both forms
             process.terminate()
             process.wait(60)
         if life == 0:
@@ -111,6 +113,14 @@ def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
     assert told[2] == told[1]
     kinds = [json.loads(line)["kind"] for line in heard.read_text().splitlines()]
     assert kinds == ["complete", "committed", "committed"]
+
+
+def wait_for_lines(path: Path, count: int) -> None:
+    """Until a file that hooks append to has so many lines."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 def wait_for_status(scene: Scene, pid: int, word: str) -> None:

@@ -68,6 +68,7 @@ WRONG: dict[str, list[Any]] = {
         *("marker ../DONE", "manifest /etc/x", "marker a//b"),
     ],
     "local.forms": [5, True, "universal", ["zero"], ["weights-bf16"], ["univ"], {}, DATE],
+    "local.scrub": [5, True, "", "50GB", "50GB/s", "0GB/day", "/day", "fast", DATE],
     "local.save_total_limit": [0, -1, 2.5, True, "3", [], {}, DATE],
     "local.keep_last": [0, -1, 2.5, True, "3", [], {}, DATE],
     "local.keep_bytes": [0, -1, 5, True, "", "2", "0B", "5%", "many", [], {}, DATE],
