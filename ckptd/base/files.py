@@ -34,7 +34,7 @@ _MOUNTS = "mounts inside a save_dir are not followed"
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NEW_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 ROTTEN = (errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN)
-"""What a disk answers that has lost the bytes asked for."""
+"""Errors by which a disk says that it has lost the bytes asked for."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

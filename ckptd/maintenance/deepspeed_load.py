@@ -42,7 +42,7 @@ class Loaded:
     states: tuple[str, ...]
     """Names of the optimizer's states, as its files have them."""
     compared: tuple[str, ...]
-    """What the engine's values were compared with, in words; empty: nothing else has them."""
+    """Copies that the engine's values were compared with, in words; empty: nothing else has them."""
 
     def __repr__(self) -> str:
         """Show it as `ckptd verify --load` does."""

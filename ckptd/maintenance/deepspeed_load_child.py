@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 _MASTER = "fp32"
 """File and state name of master weights."""
 _PROCESS_BYTES = 400 << 20
-"""Of torch and DeepSpeed, before they hold anything."""
+"""Memory of a process with torch and DeepSpeed, before it holds anything."""
 _SPARE = 1.2
 """Room for what a load allocates beside weights, masters and states."""
 

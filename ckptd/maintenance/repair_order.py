@@ -31,12 +31,12 @@ class RepairOrder:
     remote: str | None
     """None: on this node."""
     keys: tuple[str, ...]
-    """Of objects, or paths below save_dir."""
+    """Keys of objects, or paths below save_dir."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairedFile:
-    """What came of one damaged file."""
+    """Report what came of one damaged file."""
 
     key: str
     source: str | None

@@ -16,7 +16,7 @@ SILENT_SECONDS = 600.0
 MOST_SECONDS = 86400.0
 """So long retention waits for one reader at most, however often it renews its lease."""
 SKEW_SECONDS = 3600.0
-"""By so much two nodes' clocks may differ, where the store tells no times."""
+"""Difference that two nodes' clocks may have, where the store tells no times."""
 
 
 class Reader(Document):
@@ -24,7 +24,7 @@ class Reader(Document):
 
     tag: str
     what: str
-    """Its command: restore, resume, verify, ckptd://."""
+    """Command that reads: restore, resume, verify, ckptd://."""
     host: str
     begun: str
     """RFC 3339, UTC, by the reader's clock, as is the next: for people, and where a store has no times."""

@@ -72,7 +72,7 @@ class ScrubProgress(Model):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What is bad of one COMMIT in one place: a remote by its name, or HERE."""
+    """Name what is bad of one COMMIT in one place: a remote by its name, or HERE."""
 
     place: str
     view: m.CommitView

@@ -474,7 +474,7 @@ class BadCopy(Model):
     """One file that is not as it was committed."""
 
     key: str
-    """Of the object, or on this node the path below save_dir; so too in `Scrub` and `Scrubbed`."""
+    """Key of the object, or on this node the path below save_dir; so too in `Scrub` and `Scrubbed`."""
     expected: str
     found: str
 

@@ -47,7 +47,7 @@ Read = Callable[[int, int], bytes]
 
 
 class _Place(Protocol):
-    """Where the files of a COMMIT lie."""
+    """Open the files of a COMMIT where they lie."""
 
     def opened(self, name: str) -> AbstractContextManager[tuple[int | None, Read]]:
         """Open a file: its size in bytes, None where it is gone, and how it is read."""
