@@ -110,12 +110,12 @@ def test_a_refused_remote_is_said_once(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(words: list[str], log: Path) -> Iterator[None]:
+def running(words: list[str], log: Path) -> Iterator[psutil.Process]:
     """A daemon, until the end of the block."""
     with log.open("w") as err:
         process = subprocess.Popen(words, stderr=err, env=os.environ | {"CKPTD_SETTLE": "0.2s"})
         try:
-            yield
+            yield psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -240,8 +240,7 @@ def test_a_remote_that_waits_costs_no_process(tmp_path: Path) -> None:
     assert run(command(tmp_path, "--once")).returncode == 0
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").mkdir()
-    with running(command(tmp_path), tmp_path / "log"):
-        daemon = psutil.Process().children()[-1]
+    with running(command(tmp_path), tmp_path / "log") as daemon:
         until(lambda: '"attached": true' in status(tmp_path, "--json").stdout, "it does not attach")
         until(lambda: not daemon.children(), "its process stays")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -88,6 +89,12 @@ class Rig:
         assert self.result is not None
         assert self.result.outcome == "committed", self.result
         return self.result
+
+    def kill_child(self) -> None:
+        """Kill the process that uploads now."""
+        pid = self.session._client.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End the child."""

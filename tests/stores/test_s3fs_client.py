@@ -8,14 +8,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 
 from ckptd.base import retry
@@ -163,10 +161,7 @@ def test_a_child_killed_in_mid_upload_goes_on(
         try:
             folder = rig.save(1, 60)
             rig.until("parts", lambda: between.parts().total() >= 6)
-            (child,) = (
-                one for one in psutil.Process().children() if "ckptd.storage.child" in " ".join(one.cmdline())
-            )
-            child.send_signal(signal.SIGKILL)
+            rig.kill_child()
             rig.upload()
         finally:
             rig.close()
