@@ -55,7 +55,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-lastbyte bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
         system-packages rgw-packages vm-packages slurm-packages clean
 
 help: ## this list
@@ -167,6 +167,9 @@ $(PEERS): bench/peers.txt | $(PY)
 
 bench-transfer: setup $(PEERS) ## transfers against boto3, s3fs, awscrt, s5cmd, rclone, aws, cp (writes docs/performance.md)
 	$(PY) -m bench.transfer $(ARGS)
+
+bench-lastbyte: setup ## how long after its last byte a save is committed (ARGS="--saves 100 --trainer deepspeed")
+	$(PY) -m bench.lastbyte $(ARGS)
 
 bench-in-store: setup ## what of a form the store copies from shards that it holds (writes docs/performance.md)
 	$(PY) -m bench.in_store $(ARGS)

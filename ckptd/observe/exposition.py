@@ -85,6 +85,12 @@ def _at_risk(job: JobStatus, now: float) -> float | None:
     return job.seconds_at_risk + max(0.0, now - _unix(job.as_of))
 
 
+def _exposed(job: JobStatus, now: float) -> float | None:
+    if job.exposed_seconds is None or job.as_of is None:
+        return 0.0 if job.safe is not None else None
+    return job.exposed_seconds + max(0.0, now - _unix(job.as_of))
+
+
 def _uncommitted(job: JobStatus) -> int:
     open_states = ("complete", "uploading", "waiting", "refused")
     return sum(c.local.present and c.state in open_states for c in job.checkpoints)
@@ -102,6 +108,7 @@ def _unix(at: str) -> float:
 _PER_JOB: tuple[tuple[str, str, Callable[[JobStatus, float], float | None]], ...] = (
     ("training_at_risk_seconds", "Training that would be lost with this node.", _at_risk),
     ("steps_at_risk", "Saved steps that are not committed.", lambda job, _: job.steps_at_risk),
+    ("exposed_seconds", "Since the newest save that is not committed was written; 0: all are.", _exposed),
     (
         "disk_full_in_saves",
         "Further saves that fit on the disk of save_dir; absent while it does not fill up.",

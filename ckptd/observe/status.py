@@ -304,6 +304,8 @@ class JobStatus:
     newest_complete: str | None = None
     steps_at_risk: int | None = None
     seconds_at_risk: float | None = None
+    exposed_seconds: float | None = None
+    """Since the newest save that is not safe was written; None: all that is complete here is safe."""
     disk: DiskStatus | None = None
     production_bytes_per_second: float | None = None
     link_bytes_per_second: float | None = None

@@ -145,7 +145,9 @@ class _Defects(logging.Handler):
 class World:
     """See the module's first lines; every choice comes from the generators it is given."""
 
-    def __init__(self, seed: int, config: JobConfig, *, can_clone: bool = True) -> None:
+    def __init__(
+        self, seed: int, config: JobConfig, *, can_clone: bool = True, trainer: type[Trainer] = Trainer
+    ) -> None:
         self.config = config
         self.kernel = Kernel()
         self.kernel.can_clone = can_clone
@@ -177,7 +179,7 @@ class World:
         self.cloud = Cloud()
         self.cloud.attend(self.kernel, self.moods[S3])
         self.kernel.fate = self.moods[NAS].on_disk
-        self.trainer = Trainer(self.kernel, self._on_step)
+        self.trainer = trainer(self.kernel, self._on_step)
         self.trainer.notes_losses = config.metric is not None
         self.other = OtherRun(self.kernel)
         required = frozenset(r.name for r in config.remotes if r.required)

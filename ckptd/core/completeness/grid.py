@@ -50,6 +50,8 @@ class Context:
     """The job runs on several nodes; None: all of a save lies here."""
     evidence: PeerEvidence | None = None
     """The evidence that counts, of all that `spread` offers."""
+    saw_end: bool = False
+    """The file that ends a save was seen to appear in the folder, or the folder itself (markers.end_mark)."""
     is_to_send: bool = True
     """False: what the folder is called does not matter; a save that no remote takes may still be whole."""
 

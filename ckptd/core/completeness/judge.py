@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.base.names import tag_problem
 from ckptd.core.completeness.grid import Context, expert_notes, known, named, prove_grid, two_saves
-from ckptd.core.completeness.markers import judge_markers, may_be_elsewhere, out_of_order
+from ckptd.core.completeness.markers import judge_markers, may_be_elsewhere, out_of_order, proves_end
 from ckptd.core.completeness.peer_evidence import find_evidence
 from ckptd.core.completeness.stale_files import WrittenShard, stale_layout
 from ckptd.core.completeness.swapped_tensors import lacking
@@ -67,6 +67,8 @@ class Memory:
     shards: Mapping[str, FileIdentity]
     is_part: bool = False
     """It was one node's part of a save, which may grow."""
+    beside: Mapping[str, FileIdentity] = field(default_factory=dict)
+    """Its other files that nobody wrote since, as they are now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +105,21 @@ def judge(
     gone = _gone(listing, memory)
     if gone:
         return Verdict(state=State.LEFTOVER, reason=f"being removed: {gone} is gone, nothing is new")
-    settle_seconds = max(context.settle_seconds, listing.quiet_seconds)
-    if context.quiet_seconds < settle_seconds:
-        return Verdict(state=_moving(listing, memory), reason="files are still changing")
+    moving = Verdict(state=_moving(listing, memory), reason="files are still changing")
+    is_quiet = context.quiet_seconds >= max(context.settle_seconds, listing.quiet_seconds)
+    if not is_quiet and (memory is not None or not context.saw_end):
+        return moving
+    verdict = _at_rest(listing, facts, memory, context)
+    if is_quiet or verdict.state is State.UNKNOWN:
+        return verdict
+    is_whole = verdict.state is State.COMPLETE and not verdict.missing and not verdict.stale
+    return verdict if is_whole and proves_end(listing, facts) else moving
+
+
+def _at_rest(
+    listing: FolderListing, facts: Mapping[str, FileFacts], memory: Memory | None, context: Context
+) -> Verdict:
+    """Judge a folder in which nobody writes."""
     needs = tuple(f.path for f in listing.own if f.path not in facts)
     if needs:
         return Verdict(state=State.UNKNOWN, needs=needs)
@@ -134,7 +148,7 @@ def judge(
         current |= inside
         elsewhere += missing
     ranks = 0 if elsewhere else grids[0].dp * grids[0].mm_count
-    marks = judge_markers(listing, facts, ranks, context.quiet_seconds)
+    marks = judge_markers(listing, facts, ranks, context.quiet_seconds, _left_over(listing, memory))
     # of a trainer's own marks other nodes may have none
     if marks.waits_for is not None and (context.is_in_flight or not elsewhere):
         # the writer is at work or has gone quiet in mid-save: which of the two, its age tells
@@ -336,6 +350,13 @@ def _renewal(
     kept = [p for p, identity in now.items() if memory.shards.get(p) == identity]
     renewed = [p for p in now if p not in kept and (p in memory.shards or not memory.is_part)]
     return renewed, kept
+
+
+def _left_over(listing: FolderListing, memory: Memory | None) -> frozenset[str]:
+    """Return the files beside shards that were saved again which the save before left: they end that one."""
+    if memory is None or not _renewal(listing, memory)[0]:
+        return frozenset()
+    return frozenset(f.path for f in listing.files if memory.beside.get(f.path) == f.identity)
 
 
 def _gone(listing: FolderListing, memory: Memory | None) -> str | None:

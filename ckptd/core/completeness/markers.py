@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.grid import Spread, named
+from ckptd.core.model.facts import Archive
 from ckptd.core.model.layouts import (
+    TORCH_FILES,
     TRAINER_STATE,
     NamedShard,
     Role,
@@ -21,6 +23,7 @@ from ckptd.core.model.layouts import (
     wanted_marks,
 )
 from ckptd.core.model.manifest import cells_of
+from ckptd.core.model.other_layouts import CKPT, METADATA, TorchShards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -70,21 +73,62 @@ def out_of_order(listing: FolderListing, shards: Mapping[str, FileFacts]) -> str
 
 
 def judge_markers(
-    listing: FolderListing, facts: Mapping[str, FileFacts], processes: int, quiet_seconds: float
+    listing: FolderListing,
+    facts: Mapping[str, FileFacts],
+    processes: int,
+    quiet_seconds: float,
+    left_over: frozenset[str],
 ) -> EndMarkers:
-    """Judge by the trainer's own end-of-save markers a folder whose shards are all there."""
-    names = frozenset(f.path for f in listing.files)
+    """Judge by the trainer's own end-of-save markers a folder whose shards are all there.
+
+    `left_over`: files of the save that these shards were written over; they say nothing of this one.
+    """
+    names = frozenset(f.path for f in listing.files) - left_over
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)
         if TRAINER_STATE not in names or state is None:
-            return EndMarkers(waits_for=f"{TRAINER_STATE} is not there yet")
+            return EndMarkers(waits_for=_absent(TRAINER_STATE, left_over))
         step = state.trainer.global_step if state.trainer else None
         if step != step_of_folder(listing.tag):
             return EndMarkers(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
     missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
     if missing and quiet_seconds < PATIENCE_SECONDS:
-        return EndMarkers(waits_for=f"{missing[0]} is not there yet", is_patient=True)
+        return EndMarkers(waits_for=_absent(missing[0], left_over), is_patient=True)
     return EndMarkers(notes=tuple(f"{name} was never written" for name in missing))
+
+
+def _absent(name: str, left_over: frozenset[str]) -> str:
+    return f"{name} is of the save before" if name in left_over else f"{name} is not there yet"
+
+
+# --- The end of a save, proved instead of waited for (adr/0218) ------------------------------------------
+
+
+def end_mark(listing: FolderListing) -> str:
+    """Return the path of the file that its trainer writes after all ranks have closed theirs; "": none is.
+
+    Hugging Face's rank 0 writes trainer_state.json behind the barrier that ends DeepSpeed's save, of both
+    where it saves twice; torch names all parts in `.metadata` once all ranks have reported them. DeepSpeed
+    itself writes nothing behind its last barrier, and `latest` before it.
+    """
+    if listing.other_layout is None:
+        return TRAINER_STATE if listing.trainer is Trainer.HUGGINGFACE else ""
+    is_torch = isinstance(listing.other_layout, TorchShards) and not listing.tag.endswith(CKPT)
+    return METADATA if is_torch else ""
+
+
+def proves_end(listing: FolderListing, facts: Mapping[str, FileFacts]) -> bool:
+    """Tell whether the file that ends a save ended this one: no shard is younger, no archive is unfinished.
+
+    Of a folder that is complete but for quiet time, in which that file was seen to appear.
+    """
+    times = {file.path: file.identity.mtime_ns for file in listing.own}
+    last_ns = times.get(end_mark(listing))
+    if last_ns is None or any(times[f.path] > last_ns for f in (*listing.shards, *listing.swapped)):
+        return False
+    # other ranks' random states come when they like
+    archives = (path for path in times if path.endswith(TORCH_FILES))
+    return all(facts[path].archive is Archive.ZIP and not facts[path].reason for path in archives)
 
 
 # --- A node's part of a save -----------------------------------------------------------------------------

@@ -49,6 +49,7 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
     here = {f.path: f for f in folder.files}
     shards = {f.path for f in (*folder.shards, *folder.swapped)}
     memory = {}
+    beside = {}
     for file in row.save.files:
         current = here.get(file.path)
         if current is None:
@@ -59,7 +60,9 @@ def memory_of(row: SaveRow | None, folder: FolderListing, facts: Mapping[str, Fi
                 _is_put_back(file, current) and known is not None and known.fingerprint == file.fingerprint
             )
             memory[file.path] = current.identity if is_same else file.identity
-    return Memory(shards=memory, is_part=row.save.is_part)
+        elif _is_put_back(file, current):
+            beside[file.path] = current.identity
+    return Memory(shards=memory, is_part=row.save.is_part, beside=beside)
 
 
 def refreshed(save: SealedSave, folder: FolderListing, facts: Mapping[str, FileFacts]) -> SealedSave | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.listing import FolderListing
     from ckptd.core.model.records import SaveRow, UploadRecord
+    from ckptd.core.model.save import SealedSave
     from ckptd.core.policy.capacity import DiskForecast
     from ckptd.core.policy.view import RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
@@ -79,6 +80,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         newest_complete=newest.save.tag if newest else None,
         steps_at_risk=steps_at_risk(job.view, at_risk) if at_risk is not None else 0,
         seconds_at_risk=_seconds_at_risk(job.state, commit),
+        exposed_seconds=_exposed_seconds(at_risk.save) if at_risk is not None else None,
         disk=_disk(job, job.state, expected),
         production_bytes_per_second=expected.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
@@ -215,6 +217,12 @@ def _seconds_at_risk(state: JobState, safe: RemoteCommit | None) -> float | None
     row = max(rows, key=lambda r: (r.save.order == safe.order, r.id), default=None)
     written_at = safe.committed_at_seconds if row is None else row.save.window.last / 1e9
     return None if written_at is None else round(max(0.0, time.time() - written_at), 1)
+
+
+def _exposed_seconds(save: SealedSave) -> float:
+    """Return the time since the last byte of a save was written."""
+    written_ns = max((file.identity.mtime_ns for file in save.files), default=save.window.last)
+    return round(max(0.0, time.time() - written_ns / 1e9), 1)
 
 
 def _disk(job: WatchedJob, state: JobState, expected: DiskForecast) -> st.DiskStatus:

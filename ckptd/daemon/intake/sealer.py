@@ -174,16 +174,27 @@ class Sealer:
             accepted=self._accepted,
             known_grids=self._grids,
             spread=self._spread(folder.tag),
+            saw_end=folders.saw_end(folder),
         )
         verdict = judge(
             folder, facts, memory_of(self._state.saves.of_tag(folder.tag), folder, facts), context
         )
+        if verdict.state is State.COMPLETE and self._is_written(folder, context):
+            return Verdict(state=State.SAVING, reason="a file is open for writing")
         lost = self._reading.lost(folder)
         if lost is None or verdict.state not in (State.COMPLETE, State.INCOMPLETE, State.TORN_RESAVE):
             return verdict
         # whole but for what lies beside its shards, or nobody knows
         state = State.INCOMPLETE if verdict.state is State.COMPLETE else verdict.state
         return Verdict(state=state, reason=lost, is_unread=True)
+
+    def _is_written(self, folder: FolderListing, context: Context) -> bool:
+        """Tell whether somebody has a file open in a folder that is not quiet; one that was flushed was asked
+        about."""
+        is_quiet = context.quiet_seconds >= context.settle_seconds
+        if is_quiet or self._reading.flushed.get(folder.tag) == folder.digest:
+            return False
+        return self._writers.has(folder.tag, context.quiet_seconds)
 
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.folders.quiet[folder.tag]

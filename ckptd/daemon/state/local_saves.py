@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptd.core.completeness.markers import end_mark
 from ckptd.core.completeness.sealing import shards_of
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.storage.journal.history import WIDEST
@@ -14,9 +15,10 @@ from ckptd.storage.journal.history import WIDEST
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ckptd.base.identity import FolderIdentity
     from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.facts import FileFacts
-    from ckptd.core.model.listing import FolderListing, SaveDirListing
+    from ckptd.core.model.listing import FolderListing, ListedFile, SaveDirListing
     from ckptd.core.model.records import DerivedRecord, SaveRow
     from ckptd.core.model.save import Order, SealedSave
     from ckptd.core.policy.view import SaveView
@@ -46,16 +48,34 @@ class Folders:
         self.quiet: dict[str, Quiet] = {}
         self.in_flight: frozenset[str] = frozenset()
         """Tags of saves that are being written."""
+        self._begun: dict[str, FolderIdentity] = {}
+        """Folders that were seen to come, or without the file that ends a save: what has it now, got it
+        since."""
 
     def update(self, listing: SaveDirListing) -> set[str]:
         """Take over a scan, and forget the folders that are gone; return their tags."""
-        self.listing = listing
+        before, self.listing = self.listing, listing
+        known = {folder.tag: folder for folder in before.folders} if before else {}
+        there = known.keys() | set(before.foreign) if before else None
+        for folder in listing.folders:
+            old = known.get(folder.tag)
+            if folder is old:
+                continue
+            if not _has_end(folder) or (there is not None and folder.tag not in there):
+                self._begun[folder.tag] = folder.folder
+            elif old is not None and _end_of(old) == _end_of(folder) and old.shards != folder.shards:
+                self._begun.pop(folder.tag, None)  # written over: that end is of the save before
         gone = self.quiet.keys() - {folder.tag for folder in listing.folders}
         for tag in gone:
             del self.quiet[tag]
             self.verdicts.pop(tag, None)
             self.facts.pop(tag, None)
+            self._begun.pop(tag, None)
         return gone
+
+    def saw_end(self, folder: FolderListing) -> bool:
+        """Tell whether the file that ends a save is there and was not, in a folder that was there or not."""
+        return self._begun.get(folder.tag) == folder.folder and _has_end(folder)
 
     def note_digest(self, folder: FolderListing, now_seconds: float, *, is_new_save: bool) -> Quiet:
         """Begin the quiet time of a folder anew if it changed; a new save in it is first seen now."""
@@ -87,6 +107,15 @@ class Folders:
     def set_in_flight(self, tags: Iterable[str]) -> None:
         """Record which saves are being written."""
         self.in_flight = frozenset(tags)
+
+
+def _end_of(folder: FolderListing) -> ListedFile | None:
+    mark = end_mark(folder)
+    return next((file for file in folder.files if file.path == mark), None) if mark else None
+
+
+def _has_end(folder: FolderListing) -> bool:
+    return _end_of(folder) is not None
 
 
 # --- Sealed saves ----------------------------------------------------------------------------------------

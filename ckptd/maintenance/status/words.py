@@ -144,7 +144,9 @@ def _risk(job: JobStatus, since_seconds: float, life: Life) -> str:
         return f"{steps} steps at risk" if steps else ""
     span = ago(seconds + since_seconds)
     if steps:
-        return f"{steps} steps, {span} of training at risk"
+        exposed = job.exposed_seconds
+        saved = f" (saved {ago(exposed + since_seconds)} ago)" if exposed is not None else ""
+        return f"{steps} steps, {span} of training at risk{saved}"
     return f"last save {span} ago" if life.is_well else f"{span} of training at risk"
 
 

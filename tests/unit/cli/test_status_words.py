@@ -322,3 +322,11 @@ def test_status_of_a_save_dir_needs_no_configuration(state_dir: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_how_long_the_newest_save_is_exposed_is_said_to_the_second() -> None:
+    """And goes on while the document ages."""
+    waiting = g.behind(exposed_seconds=12.0)
+    assert "500 steps, 9 min of training at risk (saved 12 s ago)" in headline(waiting, Life(), g.NOW)
+    assert "(saved 17 s ago)" in headline(waiting, Life(), g.NOW + 5)
+    assert "saved" not in headline(g.behind(), Life(), g.NOW)

@@ -48,15 +48,19 @@ def values(text: str) -> dict[tuple[str, ...], float]:
 
 def test_what_is_asked_first_comes_first_and_says_what_status_says(tmp_path: Path) -> None:
     full = g.job(disk=g.documents()["safe, and the disk fills"].jobs[0].disk)
-    waiting = g.behind(name="qwen", problems=(g.FULL, g.UNREACHABLE), paused=g.PAUSED, state="paused")
+    waiting = g.behind(
+        name="qwen", exposed_seconds=9.0, problems=(g.FULL, g.UNREACHABLE), paused=g.PAUSED, state="paused"
+    )
     text = written(tmp_path, full, waiting, g.INVALID)
     names = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
-    assert names[:3] == ["ckptd_training_at_risk_seconds", "ckptd_steps_at_risk", "ckptd_disk_full_in_saves"]
+    assert names[:3] == ["ckptd_training_at_risk_seconds", "ckptd_steps_at_risk", "ckptd_exposed_seconds"]
     found = values(text)
     assert found["ckptd_disk_full_in_saves", "llama"] == 3
     assert ("ckptd_disk_full_in_saves", "qwen") not in found
     assert found["ckptd_steps_at_risk", "qwen"] == 500
     assert found["ckptd_committed_step", "llama"] == 4000
+    assert found["ckptd_exposed_seconds", "llama"] == 0
+    assert found["ckptd_exposed_seconds", "qwen"] == pytest.approx(time.time() - g.NOW + 9, abs=120)
     assert found["ckptd_problems", "qwen", "remote-full", "attention"] == 1
     assert found["ckptd_job_state", "qwen", "paused"] == 1
     assert found["ckptd_job_state", "typo", "invalid"] == 1
