@@ -185,7 +185,7 @@ def adapter_saves(link_bytes_per_second: float, saves: int = 10, lora_rank: int 
     adapters |= {f"attention.{name}.lora_B.default.weight": (hidden, lora_rank) for name in "qkvo"}
     model = AdapterModel({name: torch.randn(shape).bfloat16() for name, shape in base.items()}, adapters)
     trained = sum(map(math.prod, adapters.values()))
-    node, found = Node(place / "save"), []
+    node, found, total = Node(place / "save"), [], 0
     try:
         with servers.moto(place) as moto, limited(moto.port, link_bytes_per_second) as link:
             attached = node.attached(store_at(link.endpoint, f"s3://{servers.BUCKET}/adapters"))
