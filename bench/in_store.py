@@ -3,19 +3,24 @@
 Planned: for real shapes and grids the share of each form's bytes that the plan takes from committed shards
 and that S3 copies as parts (5 MiB at least); pickles, names and sizes are real, storages are holes
 (`bench.sparse`), so that a 70B save fits. Measured: one layer of those shapes, uploaded to moto through a
-proxy that paces each connection and counts. Writes its parts of docs/performance.md, and docs/in_store.png.
+proxy that paces each connection and counts; and ten saves of a LoRA run. Writes its parts of
+docs/performance.md, and docs/in_store.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from bench import sparse
 from bench.limited import limited
@@ -32,6 +37,8 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.s3.parts import held_parts
 from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
+from tests.stores.adapters import AdapterModel
+from tests.stores.scene import MODEL, OPTIM, Node, archive
 from tests.support.real import REPOSITORY
 from tests.unit.storage.remote.test_making import Scene
 
@@ -154,6 +161,65 @@ def measured(model: sparse.Model, link_bytes_per_second: float) -> Measured:
         shutil.rmtree(place)
 
 
+# --- measured: ten saves of a LoRA run -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSaves:
+    """The saves of one run: bytes of each, of what changed in it, and what of each crossed the network."""
+
+    save_bytes: int
+    changed_bytes: int
+    up_bytes: tuple[int, ...]
+
+
+def adapter_saves(link_bytes_per_second: float, saves: int = 10, lora_rank: int = 16) -> AdapterSaves:
+    """Upload saves of one bf16 layer of Llama 2 7B, with LoRA of its projections, through the proxy."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=WORK))
+    os.environ.update(servers.environment())
+    hidden, inner = 4096, 11008
+    base = {f"attention.{name}.base_layer.weight": (hidden, hidden) for name in "qkvo"}
+    base |= {f"mlp.{name}.weight": (inner, hidden) for name in ("gate", "up", "down")}
+    adapters = {f"attention.{name}.lora_A.default.weight": (lora_rank, hidden) for name in "qkvo"}
+    adapters |= {f"attention.{name}.lora_B.default.weight": (hidden, lora_rank) for name in "qkvo"}
+    model = AdapterModel({name: torch.randn(shape).bfloat16() for name, shape in base.items()}, adapters)
+    trained = sum(map(math.prod, adapters.values()))
+    node, found, total = Node(place / "save"), [], 0
+    try:
+        with servers.moto(place) as moto, limited(moto.port, link_bytes_per_second) as link:
+            attached = node.attached(store_at(link.endpoint, f"s3://{servers.BUCKET}/adapters"))
+            for step in range(1, saves + 1):
+                node.tag = f"global_step{step}"
+                node.write_all()
+                states = os.urandom(12 * trained // node.dp)
+                node.write({OPTIM.format(d=rank): archive(states) for rank in range(node.dp)})
+                model.save(node.save_dir / node.tag / MODEL)
+                link.reset()
+                assert node.upload(attached, node.order(node.sealed(step=step))).outcome == "committed"
+                found.append(link.up_bytes)
+                total = sum(path.stat().st_size for path in (node.save_dir / node.tag).iterdir())
+                shutil.rmtree(node.save_dir / node.tag)
+        return AdapterSaves(total, 14 * trained, tuple(found))
+    finally:
+        shutil.rmtree(place)
+
+
+def adapters_table(found: AdapterSaves) -> str:
+    """The part of the page that ten saves of one run were sent for."""
+    first, *later = found.up_bytes
+    figures = [
+        ("one save", found.save_bytes),
+        ("changed in each: adapters, their optimizer states", found.changed_bytes),
+        ("up with the first", first),
+        ("up with each later one, median", int(statistics.median(later))),
+        (f"up with all {len(found.up_bytes)}", sum(found.up_bytes)),
+        ("without copies", len(found.up_bytes) * found.save_bytes),
+    ]
+    lines = ["| of a LoRA run | MB |", "|---|---|"]
+    return "\n".join(lines + [f"| {what} | {nbytes / 1e6:,.1f} |" for what, nbytes in figures])
+
+
 def store_at(endpoint: str, url: str) -> S3Store:
     """Open and probe a store."""
     store = open_store(url, access=servers.access(endpoint))
@@ -204,6 +270,7 @@ def main() -> None:
     if not chosen.planned:
         runs = [measured(model, chosen.link) for model in LAYERS]
         replace_part(measured_table(runs, chosen.link), "in_store, measured")
+        replace_part(adapters_table(adapter_saves(chosen.link)), "in_store, adapters")
 
 
 if __name__ == "__main__":

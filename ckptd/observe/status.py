@@ -97,6 +97,16 @@ class FormStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ComparisonStatus:
+    """How far a form's masters were compared with the model's own weights when this node made it."""
+
+    tensors: int
+    elements: int
+    not_compared: tuple[str, ...] = ()
+    """Trained tensors that were not: how many of them, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class LocalStatus:
     """A checkpoint on this node."""
 
@@ -123,6 +133,8 @@ class CheckpointStatus:
     local: LocalStatus
     reason: str | None = None
     remotes: dict[str, dict[str, FormStatus]] = field(default_factory=dict)
+    comparisons: dict[str, ComparisonStatus] = field(default_factory=dict)
+    """Form made by this node → what was compared."""
     keep: tuple[str, ...] = ()
     """Reasons to keep it on this node; empty: it may be deleted."""
     goes: str | None = None

@@ -6,6 +6,7 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ckptd.core.model.records import Comparison
 from ckptd.storage.remote.messages import Planned
 
 if TYPE_CHECKING:
@@ -19,6 +20,6 @@ if TYPE_CHECKING:
 @contextmanager
 def opened(_order: UploadRequest, _root: int, control: TransferControl, _store: Store) -> Iterator[Origin]:
     """Says that it has begun, and goes on for ever."""
-    control.on_planned(Planned(plan_sha256="", layout="", files=0, bytes=0))
+    control.on_planned(Planned(plan_sha256="", layout="", files=0, bytes=0, comparison=Comparison()))
     threading.Event().wait()
     yield  # type: ignore[misc]

@@ -105,6 +105,8 @@ def test_forms_that_only_a_remote_lists_never_lie_on_the_node(tmp_path: Path) ->
             assert contents(here.nas / f"{TAG}_{form}") == files
             assert commits[form][f"{TAG}~g1"]["files"] == len(files)
         assert here.problems() == set(), here.status()["problems"]
+        (compared,) = (one["comparisons"] for one in here.status()["checkpoints"] if one["tag"] == TAG)
+        assert {form for form, seen in compared.items() if seen["tensors"] > 0} == {"universal", BF16}
         assert (here.nas / "latest_universal").read_text() == f"{TAG}_universal"
         assert not (here.save_dir / "latest_universal").exists()
         here.stop()

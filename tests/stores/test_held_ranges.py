@@ -21,6 +21,7 @@ from ckptd.storage.stores.rate_limit import RateLimiter
 from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout, held_parts, layout_with
 from ckptd.storage.stores.sources import RateLimitedSource
 from tests.stores import servers
+from tests.stores.adapters import AdapterModel
 from tests.stores.conformance import source_of
 from tests.stores.scene import MODEL, Node
 from tests.stores.test_s3 import store_at
@@ -215,22 +216,20 @@ def held_by(store: Any, folder: str) -> dict[str, tuple[int, int]]:
 
 
 class AdapterRun:
-    """A node whose model states hold a frozen base, and adapters that each save changes."""
+    """A node whose saves hold a frozen base, which is in a file of its own as well, and adapters."""
 
     def __init__(self, folder: Path) -> None:
         self.node = Node(folder / "save")
-        self._base = [torch.randn(4 * MIB) for _ in range(2)]
+        base = {f"layers.{number}.base_layer.weight": torch.randn(4 * MIB) for number in range(2)}
+        adapters = {f"layers.{number}.lora_A.default.weight": (16 << 10,) for number in range(2)}
+        self._model = AdapterModel(base, adapters)
 
     def save(self, step: int) -> dict[str, tuple[int, int]]:
         """Save once more; the name of each file, its bytes and its CRC64."""
         node = self.node
         node.tag = f"global_step{step}"
         node.write_all(mark=str(step).encode())
-        module = {}
-        for number, weight in enumerate(self._base):
-            module[f"layers.{number}.base_layer.weight"] = weight
-            module[f"layers.{number}.lora_A.default.weight"] = torch.randn(16 << 10)
-        torch.save({"module": module, "global_steps": step}, node.save_dir / node.tag / MODEL)
+        self._model.save(node.save_dir / node.tag / MODEL)
         node.write({"frozen.bin": OLD})
         return {path.name: summed(path.read_bytes()) for path in (node.save_dir / node.tag).iterdir()}
 

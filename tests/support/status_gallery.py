@@ -75,6 +75,7 @@ def checkpoint(
             complete_at=before(560),
         ),
         remotes={"s3": {"zero": form, "universal": st.FormStatus(state="waiting")}},
+        comparisons={"universal": st.ComparisonStatus(tensors=290, elements=6_738_415_616)},
         keep=("newest",),
     )
     return replace(made, **changes)

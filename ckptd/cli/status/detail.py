@@ -17,7 +17,14 @@ from ckptd.maintenance.status.words import form_state_of, state_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ckptd.observe.status import CheckpointStatus, FormStatus, HeldStatus, JobStatus, ProblemStatus
+    from ckptd.observe.status import (
+        CheckpointStatus,
+        ComparisonStatus,
+        FormStatus,
+        HeldStatus,
+        JobStatus,
+        ProblemStatus,
+    )
 
 _HERE = {"none": "", "ready": ", universal form ready", "refused": ", no universal form"}
 
@@ -76,6 +83,8 @@ def _lines(
         for name, forms in here.remotes.items():
             for form, state in forms.items():
                 yield f"  {name}: {_upload_state(form, state, here, is_alive)}"
+        for form, compared in here.comparisons.items():
+            yield from (f"  {form}: {text}" for text in _compared(compared))
         if why := _fate(here):
             yield f"  {why}"
     for name, one in held:
@@ -114,6 +123,14 @@ def _here(here: CheckpointStatus) -> str:
     text = ", ".join(parts) or ("here" if local.present else "not here")
     text += _HERE.get(local.universal, f", universal form {local.universal}")
     return text + (", held by clone until it is committed" if local.held else "")
+
+
+def _compared(seen: ComparisonStatus) -> Iterator[str]:
+    """Write how far the masters of a form were compared with the model's weights."""
+    if seen.tensors:
+        yield f"masters are the model's weights in {seen.tensors} tensors, {seen.elements:,} elements"
+    for reason in seen.not_compared:
+        yield f"not compared with the model's weights: {reason}"
 
 
 def _upload_state(form: str, state: FormStatus, here: CheckpointStatus, is_alive: bool) -> str:

@@ -43,6 +43,7 @@ from ckptd.conversion.remote.source import (
 from ckptd.conversion.remote.uploader import target_exists
 from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.storage.child.apart import open_apart
+from ckptd.storage.remote.readers import ReaderLease
 from ckptd.storage.stores.access import Access, access_of
 from ckptd.storage.stores.open import ancestors, clean_environment, within_remote
 
@@ -114,7 +115,8 @@ class RemoteConversion:
         """
         started = time.monotonic()
         try:
-            return self._to_here(started) if self._target is None else self._to_remote(started)
+            with self._lease():
+                return self._to_here(started) if self._target is None else self._to_remote(started)
         except OSError as error:
             raise errors.from_os_error(error, f"converting into {self._destination}") from error
 
@@ -143,6 +145,16 @@ class RemoteConversion:
         )
 
     # --- inside ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _lease(self) -> Iterator[None]:
+        """Leave a lease in the remote that is read, so that retention there waits (docs/adr/0214)."""
+        if self._remote is None or not self._remote.tag or self._is_asked_for:  # `restore` leaves its own
+            yield
+            return
+        with ReaderLease(self._remote.store, "convert").renewing() as hold:
+            hold(self._remote.tag)
+            yield
 
     def _to_here(self, started: float) -> ConvertReport:
         """Ranges into a local folder; a stop or a kill leaves what the next attempt finishes."""

@@ -26,7 +26,7 @@ from ckptd.conversion.remote.source import make_mirror, of_commit
 from ckptd.conversion.remote.uploader import PartsSource
 from ckptd.core.model.generation import objects_of
 from ckptd.core.model.layouts import Role, parse_shard_name
-from ckptd.core.model.records import UNIVERSAL, ZERO
+from ckptd.core.model.records import UNIVERSAL, ZERO, Comparison
 from ckptd.errors import BehindError, DamagedError, NeedsWholeFiles, RefusedError, SourceChanged, UsageError
 from ckptd.formats.torchfile.archive import Framing, frame, read_directory
 from ckptd.formats.torchfile.fingerprint import fingerprint
@@ -93,6 +93,9 @@ class DerivedUpload:
             layout=self._outputs.header.layout,
             files=len(files),
             bytes=sum(file.bytes for file in files),
+            comparison=Comparison(
+                tensors=trailer.tensors, elements=trailer.elements, not_compared=trailer.uncompared
+            ),
         )
 
     @contextmanager

@@ -88,6 +88,8 @@ class RemoteSource:
     files: tuple[RemoteFile, ...]
     folders: tuple[str, ...]
     """Names of folders in it."""
+    tag: str = ""
+    """Of the COMMIT that lists it, where retention may delete it; "": a folder outside every remote."""
 
 
 def of_commit(
@@ -114,7 +116,7 @@ def of_commit(
     cut = len(prefix)
     found = [of_manifest(f, f"{name}/{f.path[cut:]}", tag) for f in inside if f.path.startswith(prefix)]
     found += [of_manifest(f, path, tag) for path, f in _beside(above, prefix)]
-    return source_of(url, access, store, name, found)
+    return replace(source_of(url, access, store, name, found), tag=tag)
 
 
 def _beside(above: Iterable[ManifestFile], prefix: str) -> Iterator[tuple[str, ManifestFile]]:

@@ -82,6 +82,16 @@ class DerivedState(StrEnum):
     FAILED = "failed"
 
 
+class Comparison(Model):
+    """Record how far the masters of a form were compared with the model's weights (docs/adr/0212)."""
+
+    tensors: int = 0
+    """Tensors whose masters round to the weights, and their elements."""
+    elements: int = 0
+    not_compared: tuple[str, ...] = ()
+    """Trained tensors that were not compared: how many of them, and why."""
+
+
 class DerivedRecord(Model):
     """Journal row: a derived form of a save on this node."""
 
@@ -91,6 +101,8 @@ class DerivedRecord(Model):
     alignment: int = 0
     is_cloned: bool = False
     is_source_verified: bool = False
+    comparison: Comparison | None = None
+    """None: it was made by another node or an older release, or before this journal."""
     bytes: int = 0
     tries: int = 0
     lacks: int = 0

@@ -15,7 +15,7 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.conversion import options as convert_options
 from ckptd.conversion.engine import supervisor
 from ckptd.conversion.engine.staging import partial_name
-from ckptd.core.model.records import UNIVERSAL, DerivedRecord, DerivedState
+from ckptd.core.model.records import UNIVERSAL, Comparison, DerivedRecord, DerivedState
 from ckptd.errors import BehindError, NoSpaceError, RefusedError, SourceChanged
 from ckptd.storage.local import fs
 from ckptd.storage.local.derived import describe
@@ -110,6 +110,11 @@ def make_universal(
         alignment=made.alignment if made else 0,
         is_cloned=report.bytes_cloned > 0,
         is_source_verified=report.verified,
+        comparison=Comparison(
+            tensors=report.compared_tensors,
+            elements=report.compared_elements,
+            not_compared=report.not_compared,
+        ),
         bytes=report.bytes,
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.config.commands import with_typed_commands
 from ckptd.core.completeness.judge import State, Verdict
-from ckptd.core.model.records import ZERO, DerivedState, UploadState
+from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.local import newest as newest_save
 from ckptd.core.policy.remote import generations_of, grouped
@@ -332,6 +332,11 @@ def _sealed(
             damaged=row.state == "present" and (HERE, save.tag, ZERO) in job.view.damaged,
         ),
         remotes=remotes,
+        comparisons={
+            form: st.ComparisonStatus(**dict(compared))
+            for form in (UNIVERSAL, *row.weights)
+            if (compared := row.derived_of(form).comparison) is not None
+        },
         keep=verdict.keeps if verdict is not None else (),
         goes=verdict.goes if verdict is not None and not verdict.keeps else None,
         pinned=save.tag in job.known_saves.pins,

@@ -193,7 +193,12 @@ class UploadManager:
         record = state.saves.rows[action.save_id].derived_of(action.form)
         if record.plan_sha256 not in ("", planned.plan_sha256):
             state.journal.forget_objects(*key)
-        update = {"plan_sha256": planned.plan_sha256, "layout": planned.layout, "bytes": planned.bytes}
+        update = {
+            "plan_sha256": planned.plan_sha256,
+            "layout": planned.layout,
+            "bytes": planned.bytes,
+            "comparison": planned.comparison,
+        }
         state.saves.put_derived(action.save_id, record.model_copy(update=update), action.form)
 
     def _progress(self, key: tuple[int, str, str], moving: m.TransferProgress) -> None:

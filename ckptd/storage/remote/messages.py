@@ -25,7 +25,7 @@ from ckptd.core.model.manifest import (
     Tombstone,
     TombstoneHeader,
 )
-from ckptd.core.model.records import SupplementRecord
+from ckptd.core.model.records import Comparison, SupplementRecord
 from ckptd.core.model.runs import Claim, Row, RunSeen
 from ckptd.core.policy.leases import LeaseSeen
 from ckptd.errors import CkptdError, RemoteError, error_named
@@ -403,6 +403,8 @@ class Planned(Model):
     layout: str
     files: int
     bytes: int
+    comparison: Comparison
+    """What is compared before its first byte is sent."""
 
 
 class Alive(Model):

@@ -122,6 +122,7 @@ def test_a_checkpoint_tells_its_whole_story() -> None:
         f"  here: seen {day} 11:49:40Z, complete {day} 11:50:40Z (60 s {after} seen), universal form ready",
         f"  s3: zero committed {day} 11:57:00Z (6 min {after} complete), generation 1, COMMIT 3fa9c2d17b0e",
         "  s3: universal waiting",
+        "  universal: masters are the model's weights in 290 tensors, 6,738,415,616 elements",
         "  kept here: newest",
         "  in s3: generation 1, zero: keep, one of the newest 10",
     ]

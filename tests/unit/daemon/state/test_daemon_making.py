@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.core.model.manifest import Commit, ManifestRef
-from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, ObjectRow, UploadRecord, UploadState
+from ckptd.core.model.records import (
+    UNIVERSAL,
+    ZERO,
+    Comparison,
+    DerivedState,
+    ObjectRow,
+    UploadRecord,
+    UploadState,
+)
 from ckptd.core.policy.actions import CancelUpload, Upload
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = (1, "nas", UNIVERSAL)
+COMPARED = Comparison(tensors=2, elements=70, not_compared=("1 tensor: another shape",))
 ACTION = Upload(save_id=1, remote="nas", form=UNIVERSAL, generation=1, attempt=1, is_streamed=True)
 
 
@@ -64,7 +73,9 @@ class Life:
         self.uploads._on_answer(ACTION, answer)
 
     def planned(self, plan_sha256: str) -> None:
-        self.hears(m.Planned(plan_sha256=plan_sha256, layout="strict", files=3, bytes=30))
+        self.hears(
+            m.Planned(plan_sha256=plan_sha256, layout="strict", files=3, bytes=30, comparison=COMPARED)
+        )
 
     def told(self) -> list[tuple[str, str]]:
         """What a turn says of uploads."""
@@ -400,6 +411,6 @@ def test_the_memory_of_a_form_goes_with_the_process_that_made_it(
     client.open_orders = ()
     process.ended()
     assert client.said == ["busy", "ended"], "another node makes it: nothing was loaded"
-    client.on_answer(1, m.Planned(plan_sha256="0", layout="", files=1, bytes=1))
+    client.on_answer(1, m.Planned(plan_sha256="0", layout="", files=1, bytes=1, comparison=COMPARED))
     process.ended()
     assert client.said == ["busy", "ended", "ended"]

@@ -14,6 +14,8 @@ from typing import Any
 import fsspec
 import pytest
 
+from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.remote.convert import RemoteConversion
 from ckptd.core.model.reader import MOST_SECONDS, READERS, SILENT_SECONDS, SKEW_SECONDS, Reader
 from ckptd.errors import BeingRead, NotPermitted
 from ckptd.maintenance.verify import Slice, Verifier
@@ -289,6 +291,17 @@ def test_verify_leaves_one_for_what_it_reads(scene: RepairScene, monkeypatch: py
     seen.clear()
     Verifier(remote, read=Slice()).run()
     assert seen == [[("verify", OLD)], [("verify", TAG)]]
+    assert leases(scene) == []
+
+
+@pytest.mark.parametrize("to", ["here", "remote"])
+def test_a_conversion_from_a_url_leaves_one(
+    scene: RepairScene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    seen = seen_while(monkeypatch, RemoteConversion, "_conversion", lambda: words(scene))
+    target = tmp_path / "made" if to == "here" else f"file://{tmp_path}/made"
+    RemoteConversion(f"{scene.nas}/{OLD}", target, ConvertOptions(), {}).run()
+    assert seen == [[("convert", OLD)]]
     assert leases(scene) == []
 
 
