@@ -43,15 +43,14 @@ class HuggingFaceTrainer(Trainer):
         self.step = step
         name = tag or f"checkpoint-{step}"
         self._todo.append(lambda: self._make_root(name, step))
-        for _ in range(2):
-            save = self._of(name, step)
+        for save in (self._of(name, step), self._of(name, step)):
             self._todo.append(lambda save=save: self._follow(save))  # type: ignore[misc]
             shards = [path for path in save.files if "/" in path]
             first = [path for path in shards if "rank_1_" not in path]
             for path in self._between(first, [path for path in shards if path not in first], rng):
                 self._write_file(save, path)
         for path in self._between([RANDOM_STATES[0], STATE], [RANDOM_STATES[1]], rng):
-            self._write_file(save, path)
+            self._write_file(self.saves[-1], path)
         self._todo.append(self._finish)
 
     def _of(self, tag: str, step: int) -> Save:
