@@ -23,7 +23,6 @@ from ckptd.core.model.layouts import (
     wanted_marks,
 )
 from ckptd.core.model.manifest import cells_of
-from ckptd.core.model.other_layouts import CKPT, METADATA, TorchShards
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -108,13 +107,10 @@ def end_mark(listing: FolderListing) -> str:
     """Return the path of the file that its trainer writes after all ranks have closed theirs; "": none is.
 
     Hugging Face's rank 0 writes trainer_state.json behind the barrier that ends DeepSpeed's save, of both
-    where it saves twice; torch names all parts in `.metadata` once all ranks have reported them. DeepSpeed
-    itself writes nothing behind its last barrier, and `latest` before it.
+    where it saves twice. DeepSpeed itself writes nothing behind its last barrier, and `latest` before it.
     """
-    if listing.other_layout is None:
-        return TRAINER_STATE if listing.trainer is Trainer.HUGGINGFACE else ""
-    is_torch = isinstance(listing.other_layout, TorchShards) and not listing.tag.endswith(CKPT)
-    return METADATA if is_torch else ""
+    is_one = listing.trainer is Trainer.HUGGINGFACE and listing.other_layout is None
+    return TRAINER_STATE if is_one else ""
 
 
 def proves_end(listing: FolderListing, facts: Mapping[str, FileFacts]) -> bool:
