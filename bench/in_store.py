@@ -139,7 +139,7 @@ def measured(model: sparse.Model, link_bytes_per_second: float) -> Measured:
             for copies in (True, False):
                 with limited(moto.port, link_bytes_per_second) as link:
                     scene = Scene(place / f"scene-{copies}", sparse.write(place / f"save-{copies}", model))
-                    scene.node.dp = model.dp
+                    scene.node.dp, scene.node.zero_stage = model.dp, model.stage
                     prefix = f"s3://{servers.BUCKET}/{copies}"
                     scene.ground = scene.node.attached(store_at(moto.endpoint, prefix))
                     order = scene.node.order(scene.node.sealed())

@@ -725,6 +725,36 @@ def test_a_note_makes_no_save_of_ours_of_what_was_found() -> None:
         made.leave()
 
 
+def test_a_hold_of_a_lost_journal_makes_no_save_of_ours_of_what_was_found() -> None:
+    """Life 7101857: its README is written over and the journal lost, before what was found is committed.
+
+    The hold was taken for an older save of the tag, and what lay in the folder for a later one.
+    """
+    made, rng = World(1, job_config(((NAS, True, None),), 1, "newest")), random.Random(0)
+    made.enter()
+    try:
+        made.kernel.mkdir(NAS_URL)
+        flush(made, "/sim/nas")
+        saved(made, 1)
+        dropped(made, "global_step1/README.md", b"one")
+        made.live_on(100, rng, lambda: "global_step1.1" in holds(made))
+        made.set_mood(NAS, "down")
+        dropped(made, "global_step1/README.md", b"two")
+        made.kill()
+        made.kernel.actor = "trainer"
+        made.kernel.unlink(f"{STATE_DIR}/journal.db")
+        made.kernel.actor = "ckptd"
+        made.live_on(60, rng)
+        made.set_mood(NAS, "ok")
+        for step in (2, 3):
+            saved(made, step)
+            made.live_on(200, rng)
+        assert not made.trainer_has("global_step2"), "the limit is kept among what is ours"
+        assert made.trainer_has("global_step1")
+    finally:
+        made.leave()
+
+
 def test_a_note_in_an_older_one_that_is_not_committed_is_no_rewind() -> None:
     """README.md, sealed with its shards, is written over while the remote is away: the order stays (P9)."""
     made, rng = World(1, job_config(((NAS, True, None),), None, "newest")), random.Random(0)

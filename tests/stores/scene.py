@@ -50,6 +50,7 @@ class Node:
     save_dir: Path
     name: str = "n0"
     dp: int = 2
+    zero_stage: int = 2
     tag: str = "global_step5"
     events: list[object] = field(default_factory=list)
     pacer: RateLimiter = field(default_factory=RateLimiter)
@@ -98,7 +99,7 @@ class Node:
             tag=self.tag,
             folder=identity,
             files=tuple(rows),
-            grid=Grid(dp=self.dp, mm_count=1, zero_stage=2),
+            grid=Grid(dp=self.dp, mm_count=1, zero_stage=self.zero_stage),
             branch=branch,
             step=step,
             save_seq=save_seq,

@@ -276,8 +276,8 @@ class Sealer:
         state = self._state
         facts = state.folders.facts[folder.tag]
         sealed = tuple(sealed_file(f, facts[f.path], folder, verdict.stale) for f in folder.own)
-        is_new_tag = not any(row.save.tag == folder.tag for row in state.saves.rows.values())
-        order = self._ordering.order_of(folder, step, sealed, is_new_tag=is_new_tag)
+        known = [row for row in state.saves.rows.values() if row.save.tag == folder.tag]
+        order = self._ordering.order_of(folder, step, sealed, is_new_tag=not known)
         extras = tuple(
             f
             for f in (state.folders.listing.extras if state.folders.listing else ())
@@ -304,6 +304,8 @@ class Sealer:
             rivals=self._ordering.rivals(folder, order),
         )
         again = self._found_before(save)
+        # a row that was made of a hold, after the journal was lost, does not say when the folder was written
+        is_new_tag = all(row.state != "present" and shards_of(row.save) == shards_of(save) for row in known)
         was_found = folder.tag in found_first and is_new_tag
         fingerprints = tuple(sorted((f.path, f.fingerprint) for f in sealed))
         is_old = was_found and not self._known.came_back(folder.tag, fingerprints)
