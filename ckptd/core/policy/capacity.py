@@ -23,7 +23,7 @@ from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionPolicy
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.view import JobView, SaveView
@@ -150,20 +150,25 @@ def saves_that_fit(disk_use: DiskUse, pace: SaveRhythm) -> Fit:
     disk = _Disk(disk_use, pace)
     others = [_Disk(other, its_pace) for other, its_pace in disk_use.others]
 
-    def room(count: int) -> int:
+    def room(count: int, lying: Callable[[_Disk, int], int] = _Disk.kept_bytes) -> int:
         at_seconds = disk.begins_seconds(count) + disk.flight_seconds
-        return disk.room_bytes(count) - sum(other.taken_bytes(at_seconds) for other in others)
+        return disk.room_bytes(count, lying) - sum(other.taken_bytes(at_seconds, lying) for other in others)
+
+    def lacks_room(count: int) -> bool:
+        # the policy is asked only where the room depends on what is deleted
+        needed = disk.needed_bytes(count)
+        return room(count, _Disk.all_bytes) < needed and room(count) < needed
 
     good = -1
     for bad in _LOOKS:
-        if room(bad) < disk.needed_bytes(bad):
+        if lacks_room(bad):
             break
         good = bad
     else:
         return Fit(saves=HORIZON_SAVES)
     while bad - good > 1:
         middle = (good + bad) // 2
-        if room(middle) < disk.needed_bytes(middle):
+        if lacks_room(middle):
             bad = middle
         else:
             good = middle
@@ -199,17 +204,24 @@ class _Disk:
         written = self.disk_use.written_bytes if count == 0 else 0
         return max(self.pace.largest_bytes - written, 0)
 
-    def room_bytes(self, count: int) -> int:
-        """Return the free bytes that the save after `count` more finds; below 0: one before lacked it."""
-        written = self.disk_use.written_bytes if count else 0
-        return self.disk_use.free_bytes + self.here_bytes + written - self.kept_bytes(count)
+    def room_bytes(self, count: int, lying: Callable[[_Disk, int], int]) -> int:
+        """Return the free bytes that the save after `count` more finds; below 0: one before lacked it.
 
-    def taken_bytes(self, at_seconds: float) -> int:
+        `lying`: `kept_bytes` or `all_bytes`.
+        """
+        written = self.disk_use.written_bytes if count else 0
+        return self.disk_use.free_bytes + self.here_bytes + written - lying(self, count)
+
+    def taken_bytes(self, at_seconds: float, lying: Callable[[_Disk, int], int]) -> int:
         """Return what this job will have taken of the free space by then, a save in flight included."""
         pace = self.pace
         done = int(max(at_seconds + pace.since_last_seconds, 0.0) / pace.every_seconds)
         done = min(done, HORIZON_SAVES)
-        return self.kept_bytes(done) - self.here_bytes + self.needed_bytes(done)
+        return lying(self, done) - self.here_bytes + self.needed_bytes(done)
+
+    def all_bytes(self, count: int) -> int:
+        """Return the bytes that lie here after `count` more saves if nothing is deleted."""
+        return self.here_bytes + count * self.pace.usual_bytes
 
     def kept_bytes(self, count: int) -> int:
         """Return the bytes that lie here after `count` more saves, before the next one is written."""
