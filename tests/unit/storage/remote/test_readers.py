@@ -39,9 +39,9 @@ OLD = "global_step5"
 
 
 def leases(scene: RepairScene) -> list[dict[str, Any]]:
-    """The leases in the remote."""
-    folder = scene.nas / "_ckptd" / "readers"
-    return [json.loads(path.read_bytes()) for path in folder.iterdir()] if folder.is_dir() else []
+    """The leases in the remote; not what one is written to before it takes its name."""
+    found = (scene.nas / "_ckptd" / "readers").glob("[!.]*.json")
+    return [json.loads(path.read_bytes()) for path in found]
 
 
 def delete(scene: RepairScene, store: Any = None) -> None:
