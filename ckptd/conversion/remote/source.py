@@ -89,7 +89,7 @@ class RemoteSource:
     folders: tuple[str, ...]
     """Names of folders in it."""
     tag: str = ""
-    """Of the COMMIT that lists it, where retention may delete it; "": a folder outside every remote."""
+    """Tag of the COMMIT that lists it, by which retention may delete it; "": outside every remote."""
 
 
 def of_commit(

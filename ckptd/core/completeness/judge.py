@@ -68,7 +68,7 @@ class Memory:
     is_part: bool = False
     """It was one node's part of a save, which may grow."""
     beside: Mapping[str, FileIdentity] = field(default_factory=dict)
-    """Its other files that nobody wrote since, as they are now."""
+    """Identities, as they are now, of its other files that nobody wrote since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class Reader(Document):
 
     tag: str
     what: str
-    """Command that reads: restore, resume, verify, ckptd://."""
+    """Command that reads: restore, resume, verify, convert, ckptd://."""
     host: str
     begun: str
     """RFC 3339, UTC, by the reader's clock, as is the next: for people, and where a store has no times."""

@@ -189,8 +189,10 @@ class Sealer:
         return Verdict(state=state, reason=lost, is_unread=True)
 
     def _is_written(self, folder: FolderListing, context: Context) -> bool:
-        """Tell whether somebody has a file open in a folder that is not quiet; one that was flushed was asked
-        about."""
+        """Tell whether somebody has a file open in a folder that is not quiet.
+
+        One that was flushed was asked about before.
+        """
         is_quiet = context.quiet_seconds >= context.settle_seconds
         if is_quiet or self._reading.flushed.get(folder.tag) == folder.digest:
             return False

@@ -404,7 +404,7 @@ class Planned(Model):
     files: int
     bytes: int
     comparison: Comparison
-    """What is compared before its first byte is sent."""
+    """Comparison that is made before the first byte is sent."""
 
 
 class Alive(Model):
