@@ -17,6 +17,7 @@ from ckptd.base.owned_dirs import path_of
 from ckptd.config.commands import node_name
 from ckptd.config.schema import config_digest
 from ckptd.core.model.listing import OURS
+from ckptd.core.policy.uploads import EARLY
 from ckptd.daemon.actions.control import Control
 from ckptd.daemon.actions.executor import PlanExecutor
 from ckptd.daemon.actions.healing import Healer
@@ -363,7 +364,9 @@ class Job:
             return
         self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting)
         for session in self.sessions.values():
-            session.pace(BUSY_FRACTION if self.slows_transfers else 1.0)
+            # what is uploaded early lies in memory
+            slows = self.slows_transfers and session.uploading != EARLY
+            session.pace(BUSY_FRACTION if slows else 1.0)
 
     # --- the turn --------------------------------------------------------------------------------------
 

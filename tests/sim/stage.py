@@ -249,7 +249,7 @@ class Stage:
         on_disk: dict[str, Callable[..., object]] = {
             "clone_file": kernel.clone,
             "clone_range": kernel.clone_range,
-            "cached_runs": lambda _fd, _size: (),
+            "cached_runs": lambda _fd, size: ((0, size),),
             "drop_pages": lambda *_: None,
             "drop_pages_but": lambda *_: None,
             "mount_of": lambda fd: str(system.fstat(fd).st_dev),

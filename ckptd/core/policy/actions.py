@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from ckptd.core.model.listing import ListedFile
     from ckptd.core.model.save import SealedFile
     from ckptd.core.policy.permit import DeletePermit
     from ckptd.core.policy.retention import RetentionVerdict
@@ -42,6 +43,15 @@ class UploadLateFiles:
     save_id: int
     remote: str
     files: tuple[SealedFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UploadEarly:
+    """Upload one shard of a save that is still being written; only its own upload proves it (adr/0219)."""
+
+    remote: str
+    tag: str
+    file: ListedFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +137,10 @@ class DeleteRemote:
 
 ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | DeleteLocal
 """Actions on this node, run by workers."""
-Action = ActionHere | Describe | Upload | UploadLateFiles | CancelUpload | ConfirmCommits | DeleteRemote
+_ActionThere = (
+    Describe | Upload | UploadLateFiles | UploadEarly | CancelUpload | ConfirmCommits | DeleteRemote
+)
+Action = ActionHere | _ActionThere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,7 @@ def _at_rest(view: JobView, keys: RetentionKeys) -> JobView:
         drain=None,
         removal=None,
         lease=None,
+        at_rest={},
         # whichever node or host is elected to delete, and however the others are configured now
         node="",
         config_digest="",

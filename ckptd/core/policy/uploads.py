@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, UploadState
-from ckptd.core.policy.actions import Action, CancelUpload, Describe, Upload, UploadLateFiles
+from ckptd.core.policy.actions import Action, CancelUpload, Describe, Upload, UploadEarly, UploadLateFiles
 from ckptd.core.policy.derived_forms import is_converted_on_the_fly, to_derive
 from ckptd.core.policy.leases import is_committed_elsewhere
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
+
+
+EARLY = "early"
+"""What a remote is said to upload while it is a shard of a save that is still being written."""
 
 
 def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) -> list[Action]:
@@ -23,7 +27,7 @@ def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) ->
     waiting = (s for s in newest_first if s.id not in deletable and _is_zero_due(view, s, remote))
     zero = next(waiting, None)
     if remote.is_busy:
-        if zero is not None and remote.uploading not in (None, ZERO):
+        if zero is not None and remote.uploading not in (None, ZERO) and not _is_of(zero, remote):
             return [CancelUpload(remote=remote.name)]
         if is_committed_elsewhere(view, remote):
             return [CancelUpload(remote=remote.name, reason="another node was faster")]
@@ -42,6 +46,35 @@ def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) ->
             if is_due(view, save, remote, form) and (is_here or is_converted_on_the_fly(view, save, form)):
                 return [upload_or_describe(view, save, remote, form, is_streamed=not is_here)]
     return []
+
+
+def _is_of(save: SaveView, remote: RemoteView) -> bool:
+    """Tell whether what is uploaded early is of that save: it is waited for."""
+    if remote.uploading_early is None:
+        return False
+    tag, file = remote.uploading_early
+    sealed = next((one for one in save.save.files if one.path == file.path), None)
+    return save.save.tag == tag and sealed is not None and sealed.identity == file.identity
+
+
+def upload_early(view: JobView, remote: RemoteView) -> UploadEarly | None:
+    """Choose the largest shard at rest of a save that is being written, for a remote with nothing to do.
+
+    Only of a tag that the remote knows nothing of: nothing else may lie, or belong, in its folder.
+    """
+    if not remote.is_attached or remote.is_busy or ZERO not in remote.forms:
+        return None
+    if view.lease is not None or view.is_spread:
+        return None
+    due = (
+        (file.identity.size_bytes, tag, file)
+        for tag, files in view.at_rest.items()
+        if tag not in remote.known_tags
+        for file in files
+        if (tag, file) not in remote.not_early
+    )
+    found = max(due, key=lambda one: (one[0], one[1], one[2].path), default=None)
+    return None if found is None else UploadEarly(remote=remote.name, tag=found[1], file=found[2])
 
 
 def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:

@@ -16,6 +16,7 @@ from ckptd.core.policy.retention import RetentionPolicy, Unuploaded
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from ckptd.core.model.listing import ListedFile
     from ckptd.core.model.resume_marker import ResumeMarker
 
 BEGUN_FACTOR = 1.25
@@ -233,6 +234,10 @@ class RemoteView:
     """The form that is being uploaded."""
     uploading_save_id: int | None = None
     """Id of the save that is uploaded; None: none is."""
+    uploading_early: tuple[str, ListedFile] | None = None
+    """Tag and shard that are uploaded before their save is whole."""
+    not_early: frozenset[tuple[str, ListedFile]] = frozenset()
+    """Those that were uploaded so, or cannot be."""
     commits: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     """Tags with commits, tombstones or manifests: must be described before they are uploaded."""
@@ -326,6 +331,8 @@ class JobView:
     """Other nodes of this run are known, which may hold the rest of a part."""
     resumed: ResumeMarker | None = None
     """Checkpoint that `resume` gave to the trainer last, whatever became of it."""
+    at_rest: Mapping[str, tuple[ListedFile, ...]] = field(default_factory=dict)
+    """Tag of a new save that is being written → its ranks' optimizer shards that have stopped changing."""
     unsealed_tags: frozenset[str] = frozenset()
     """Checkpoints on this node of which nothing is known yet, as after the loss of the journal."""
     newest_found: Mapping[bool, Order] = field(init=False, compare=False)

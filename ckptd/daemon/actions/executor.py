@@ -71,11 +71,11 @@ class PlanExecutor:
     def _may_start(self, action: a.Action) -> bool:
         """Uploads and conversions are counted over all jobs (P11, P12)."""
         if (
-            isinstance(action, a.Upload | a.UploadLateFiles | a.DeleteRemote)
+            isinstance(action, a.Upload | a.UploadLateFiles | a.UploadEarly | a.DeleteRemote)
             and self._sessions[action.remote].is_transferring
         ):
             return False
-        if isinstance(action, a.Upload | a.UploadLateFiles):
+        if isinstance(action, a.Upload | a.UploadLateFiles | a.UploadEarly):
             is_streamed = isinstance(action, a.Upload) and action.is_streamed
             if is_streamed and not self._limits.conversions.may_start(self, self._wake):
                 return False
@@ -83,6 +83,8 @@ class PlanExecutor:
             may_start = self._limits.uploads.may_start(session, self._wake)
             if may_start:
                 self._limits.share(starting=session)
+            elif isinstance(action, a.UploadEarly):  # nobody waits behind what may as well come later
+                self._limits.uploads.leave([session])
             return may_start
         if isinstance(action, a.Convert):
             return self._limits.conversions.may_start(self, self._wake)
@@ -96,6 +98,8 @@ class PlanExecutor:
                 self._uploads.upload(action, save_dir_fd, self._limits.conversion_bytes())
             case a.UploadLateFiles():
                 self._uploads.late.upload(action)
+            case a.UploadEarly():
+                self._uploads.upload_early(action)
             case a.CancelUpload():
                 self._uploads.cancel(action)
             case a.ConfirmCommits():

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ckptd.intake")
 
 IN_FLIGHT_SECONDS = 60.0
+REST_SECONDS = 0.3
+"""Between two looks that find a shard at rest, for it to be uploaded early."""
 
 
 class Sealer:
@@ -135,6 +137,10 @@ class Sealer:
             if now_seconds - quiet.since_seconds < settle
         ]
         reads = self._reading.seconds_to_read(now_seconds)
+        if not self._config.shared_fs and any(
+            moving for _, moving in self._state.folders.written_shards().values()
+        ):
+            waits.append(REST_SECONDS)
         return max(0.05, min([*waits, *reads, self.metrics.seconds_to_look(now_seconds), 60.0]))
 
     def is_due(self, now_seconds: float) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.completeness.markers import end_mark
 from ckptd.core.completeness.sealing import shards_of
+from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.storage.journal.history import WIDEST
 
@@ -48,6 +49,10 @@ class Folders:
         self.quiet: dict[str, Quiet] = {}
         self.in_flight: frozenset[str] = frozenset()
         """Tags of saves that are being written."""
+        self._before: dict[str, FolderListing] = {}
+        """Folders as the scan before the last found them."""
+        self._came: set[str] = set()
+        """Tags of checkpoints that were not there at the first scan."""
         self._begun: dict[str, FolderIdentity] = {}
         """Folders that were seen to come, or without the file that ends a save: what has it now, got it
         since."""
@@ -55,12 +60,14 @@ class Folders:
     def update(self, listing: SaveDirListing) -> set[str]:
         """Take over a scan, and forget the folders that are gone; return their tags."""
         before, self.listing = self.listing, listing
-        known = {folder.tag: folder for folder in before.folders} if before else {}
+        known = self._before = {folder.tag: folder for folder in before.folders} if before else {}
         there = known.keys() | set(before.foreign) if before else None
         for folder in listing.folders:
             old = known.get(folder.tag)
             if folder is old:
                 continue
+            if old is None and before is not None:
+                self._came.add(folder.tag)
             if not _has_end(folder) or (there is not None and folder.tag not in there):
                 self._begun[folder.tag] = folder.folder
             elif old is not None and _end_of(old) == _end_of(folder) and old.shards != folder.shards:
@@ -71,7 +78,21 @@ class Folders:
             self.verdicts.pop(tag, None)
             self.facts.pop(tag, None)
             self._begun.pop(tag, None)
+        self._came -= gone
         return gone
+
+    def written_shards(self) -> dict[str, tuple[frozenset[ListedFile], frozenset[ListedFile]]]:
+        """Return, of each new save that is being written, its optimizer shards: those at rest since the
+        scan before, and the others.
+        """
+        found = {}
+        for folder in self.listing.folders if self.listing is not None and self.in_flight else ():
+            if folder.tag in self.in_flight & self._came and folder.other_layout is None:
+                now = _optimizer_shards(folder)
+                before = self._before.get(folder.tag)
+                rests = now & _optimizer_shards(before) if before is not None else frozenset()
+                found[folder.tag] = rests, now - rests
+        return found
 
     def saw_end(self, folder: FolderListing) -> bool:
         """Tell whether the file that ends a save is there and was not, in a folder that was there or not."""
@@ -107,6 +128,13 @@ class Folders:
     def set_in_flight(self, tags: Iterable[str]) -> None:
         """Record which saves are being written."""
         self.in_flight = frozenset(tags)
+
+
+def _optimizer_shards(folder: FolderListing) -> frozenset[ListedFile]:
+    named = ((file, parse_shard_name(file.name)) for file in folder.shards)
+    return frozenset(
+        file for file, name in named if name and name.role is Role.OPTIM and name.shard.d is not None
+    )
 
 
 def _end_of(folder: FolderListing) -> ListedFile | None:

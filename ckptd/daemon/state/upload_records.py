@@ -10,10 +10,11 @@ from ckptd.base.retry import doubled
 from ckptd.core.model.records import ZERO, UploadRecord, UploadState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from ckptd.core.completeness.missing import MissingPart
     from ckptd.core.model.layouts import NamedShard
+    from ckptd.core.model.listing import ListedFile
     from ckptd.core.policy.view import GenerationAnswer
     from ckptd.errors import CkptdError
     from ckptd.storage.journal.journal import Journal
@@ -139,6 +140,10 @@ class Uploads:
         """Parts that wait for other nodes' shards."""
         self.failed_late: dict[tuple[int, str], FailedLateFiles] = {}
         """(save id, remote) → why files that came late are not committed there."""
+        self.early: dict[str, tuple[str, ListedFile]] = {}
+        """Remote → tag and shard that are uploaded there before their save is whole."""
+        self.tried_early: set[tuple[str, str, ListedFile]] = set()
+        """(remote, tag, shard) that were uploaded so, or could not be."""
         self.speeds: dict[str, float] = {}
         """Remote → bytes per second of its last upload that was committed."""
 
@@ -239,6 +244,17 @@ class Uploads:
     def end(self, key: UploadKey) -> None:
         """Record that an upload ended, whatever came of it."""
         self.progress.pop(key, None)
+
+    def begin_early(self, remote: str, tag: str, file: ListedFile, tags: Container[str]) -> None:
+        """Record that a shard is uploaded before its save is whole; `tags`: those of saves under way."""
+        self.tried_early = {one for one in self.tried_early if one[1] in tags} | {(remote, tag, file)}
+        self.early[remote] = tag, file
+
+    def end_early(self, remote: str, *, is_cancelled: bool) -> None:
+        """Record that it ended; one that made way is tried again."""
+        ended = self.early.pop(remote, None)
+        if ended is not None and is_cancelled:
+            self.tried_early.discard((remote, *ended))
 
     def note_speed(self, key: UploadKey, moved_bytes: int) -> None:
         """Measure the speed of an upload that was committed: of bytes sent, and of those copied there."""

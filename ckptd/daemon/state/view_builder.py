@@ -131,6 +131,7 @@ def build_view(
         not_to_delete=deletions.blocked_lately(),
         not_to_upload_late=state.uploads.late_failed_lately(),
         not_to_delete_remotely=deletions.refused_lately() | of_untold(state, sessions),
+        at_rest=_at_rest(state),
         unsealed_tags=frozenset(tag for tag in folders if state.saves.of_tag(tag) is None),
         disk=disk_of(config, state, save_dir_fd),
         generations=state.uploads.generations,
@@ -138,6 +139,20 @@ def build_view(
         is_converting=state.saves.conversion is not None,
         now_seconds=time.monotonic(),
     )
+
+
+def _at_rest(state: JobState) -> dict[str, tuple[ListedFile, ...]]:
+    """Return the shards that may be uploaded early: of tags of which this node has no save.
+
+    Some file systems take two tags for one.
+    """
+    written = state.folders.written_shards()
+    known = {row.save.tag.casefold() for row in state.saves.rows.values()} if written else set()
+    return {
+        tag: tuple(rests)
+        for tag, (rests, _) in written.items()
+        if tag.casefold() not in known and state.folders.verdicts[tag].state is not State.REFUSED
+    }
 
 
 def of_untold(state: JobState, sessions: Mapping[str, RemoteSession]) -> frozenset[tuple[str, str]]:
@@ -296,6 +311,10 @@ def _remote(
         is_busy=session.is_transferring or session.seconds_to_transfer > 0 or not session.is_claimed,
         uploading=session.uploading,
         uploading_save_id=next((key[0] for key in state.uploads.progress if key[1] == session.name), None),
+        uploading_early=state.uploads.early.get(session.name),
+        not_early=frozenset(
+            (tag, file) for remote, tag, file in state.uploads.tried_early if remote == session.name
+        ),
         commits=commits,
         known_tags=session.known_tags(),
         deleting_tags=frozenset() if seen is None else frozenset(tag for tag, _, _ in seen.retiring),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.listing import ListedFile
     from ckptd.core.model.records import SaveRow, UploadRecord
     from ckptd.core.model.save import SealedFile
-    from ckptd.core.policy.actions import UploadLateFiles
+    from ckptd.core.policy.actions import UploadEarly, UploadLateFiles
     from ckptd.daemon.state.state import JobState
 
 
@@ -63,6 +63,21 @@ def files_to_upload(row: SaveRow, action: Upload, save_dir_fd: int) -> tuple[m.U
     return shards + _extras(row.save.extras, folder, save_dir_fd)
 
 
+def early_file(action: UploadEarly) -> m.UploadFile:
+    """A shard of a save that is being written, under the key that the save's first upload will use."""
+    file, folder = action.file, folder_name(action.tag, 1, ZERO, 1)
+    return m.UploadFile(
+        path=file.path,
+        key=f"{folder}/{file.path}",
+        source=below(action.tag, file.path),
+        identity=file.identity,
+        bytes=file.identity.size_bytes,
+        role=Role.OPTIM,
+        fingerprint="",
+        mode=file.mode,
+    )
+
+
 def forget_replaced_objects(state: JobState, row: SaveRow, action: Upload) -> None:
     """Forget what other saves of this tag verified in this request's folder, before the request replaces it.
 
@@ -81,6 +96,11 @@ def verified_row(done: m.UploadedObject) -> ObjectRow:
     """An object that is whole in the remote, for the journal."""
     size, crc64 = done.bytes, done.crc64nvme
     return ObjectRow(key=done.key, bytes=size, flushed_bytes=size, crc64=crc64, proof=done.proof)
+
+
+def begun_row(file: m.UploadFile) -> ObjectRow:
+    """Record that an object is about to be sent."""
+    return ObjectRow(key=file.key, bytes=file.bytes, flushed_bytes=0, crc64=f"{0:016x}", proof=None)
 
 
 def half_row(moving: m.TransferProgress) -> ObjectRow:

@@ -25,12 +25,15 @@ from ckptd.core.model.records import (
     UploadState,
 )
 from ckptd.core.policy.leases import beat_seconds
+from ckptd.core.policy.uploads import EARLY
 from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.upload_records import waiting_on
 from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.daemon.uploads.requests import (
+    begun_row,
     committed_source,
     derive_request,
+    early_file,
     files_to_upload,
     forget_replaced_objects,
     half_row,
@@ -48,6 +51,7 @@ from ckptd.errors import (
     SourceUnreadable,
 )
 from ckptd.observe.logs import line_fields
+from ckptd.storage.journal.journal import EARLY as EARLY_ID
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
 
@@ -56,7 +60,7 @@ if TYPE_CHECKING:
 
     from ckptd.config.schema import JobConfig
     from ckptd.core.model.records import SaveRow
-    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadLateFiles
+    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadEarly, UploadLateFiles
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
@@ -159,10 +163,40 @@ class UploadManager:
         """Cancel the upload under way for a save; it continues later where it stopped."""
         session = self._sessions[action.remote]
         if not session.is_cancelled:
-            log.info(
-                "the upload of a %s form to %s makes way: %s", session.uploading, action.remote, action.reason
-            )
+            what = "a shard" if session.uploading == EARLY else f"a {session.uploading} form"
+            log.info("the upload of %s to %s makes way: %s", what, action.remote, action.reason)
             session.cancel_transfer()
+
+    def upload_early(self, action: UploadEarly) -> None:
+        """Start the upload of one shard of a save that is still being written, at full speed: it is read from
+        memory.
+        """
+        state, session = self._state, self._sessions[action.remote]
+        file = early_file(action)
+        state.uploads.begin_early(action.remote, action.tag, action.file, state.folders.in_flight)
+        state.journal.put_object(EARLY_ID, action.remote, ZERO, begun_row(file))
+        order = m.EarlyRequest(root=str(self._config.save_dir), file=file)
+        session.start_transfer(order, partial(self._on_early, action.remote, set()), EARLY)
+        session.pace(1.0)
+        log.debug("uploading %s of %s to %s", action.file.path, action.tag, action.remote)
+
+    def _on_early(self, remote: str, tokens: set[str], answer: m.Answer) -> None:
+        state, session = self._state, self._sessions[remote]
+        if isinstance(answer, m.TransferProgress):
+            if answer.token and answer.token not in tokens:
+                tokens.add(answer.token)
+                state.journal.put_object(EARLY_ID, remote, ZERO, half_row(answer))
+            return
+        if isinstance(answer, m.ObjectDone):
+            state.journal.put_object(EARLY_ID, remote, ZERO, verified_row(answer.object))
+            return
+        error = answer.raised if isinstance(answer, m.Failed) else None
+        is_remotes = error is not None and not isinstance(error, SourceChanged | DamagedError)
+        state.uploads.end_early(remote, is_cancelled=session.is_cancelled)
+        state.journal.end_early(remote, is_left=is_remotes)
+        if error is not None and is_remotes and not isinstance(error, SourceUnreadable):
+            session.note_transfer_failed(error)
+        self._wake()
 
     def _on_answer(self, action: Upload, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)
@@ -245,6 +279,8 @@ class UploadManager:
                     "bytes_sent": answer.bytes_sent,
                 }
             )
+            if action.form == ZERO:
+                state.journal.forget_early(action.remote, answer.commit.commit.folder)
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
             copied = f", {size_of(answer.bytes_copied)} copied there" if answer.bytes_copied else ""

@@ -18,6 +18,7 @@ from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.early import upload_early
 from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
 from ckptd.storage.remote.messages import (
     Alive,
@@ -33,6 +34,7 @@ from ckptd.storage.remote.messages import (
     DescribeTag,
     Discard,
     Done,
+    EarlyRequest,
     Failed,
     ObjectDone,
     Observation,
@@ -154,7 +156,7 @@ class Service:
             return self._claim(attached, order)
         if isinstance(order, Beat):
             return self._beat(found, order)
-        if isinstance(order, UploadRequest):
+        if isinstance(order, UploadRequest | EarlyRequest):
             return self._upload(attached, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
             pacer = reporter.control(self._pacer).pacer
@@ -212,8 +214,11 @@ class Service:
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
     def _upload(
-        self, attached: AttachedRemote, order: UploadRequest, control: TransferControl
-    ) -> UploadResult:
+        self, attached: AttachedRemote, order: UploadRequest | EarlyRequest, control: TransferControl
+    ) -> UploadResult | Done:
+        if isinstance(order, EarlyRequest):
+            upload_early(attached, order, control)
+            return Done()
         if order.supplement_to is not None:
             return supplement(attached, order, control)
         return upload_form(attached, order, control, self._open_origin)

@@ -42,6 +42,8 @@ __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "
 
 log = logging.getLogger("ckptd.journal")
 
+EARLY = 0
+"""Stands for the save of objects that were sent before it was sealed: no save has this id."""
 _TAILS = ("-wal", "-shm", "-journal")
 
 
@@ -90,6 +92,7 @@ class Journal:
             _ = self.saves(), self.uploads(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
             self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
+            self._leave("save_id=?", (EARLY,))
         except BaseException:
             self._db.close()
             raise
@@ -296,6 +299,24 @@ class Journal:
         self._db.execute(
             f"UPDATE OR REPLACE objects SET form = form || '~' WHERE {unfinished}",  # noqa: S608 - constants
             values,
+        )
+
+    def end_early(self, remote: str, *, is_left: bool) -> None:
+        """Drop the shard whose early upload did not reach its end; `is_left`: half of it may lie there."""
+        unfinished = (EARLY, remote)
+        with self._transaction():
+            if is_left:
+                self._leave("save_id=? AND remote=?", unfinished)
+            self._db.execute(
+                "DELETE FROM objects WHERE save_id=? AND remote=? AND proof IS NULL AND form NOT LIKE '%~'",
+                unfinished,
+            )
+
+    def forget_early(self, remote: str, folder: str) -> None:
+        """Forget the objects that were sent early into a remote's folder: a COMMIT lists them now."""
+        self._db.execute(
+            "DELETE FROM objects WHERE save_id=? AND remote=? AND proof IS NOT NULL AND substr(key, 1, ?)=?",
+            (EARLY, remote, len(folder) + 1, f"{folder}/"),
         )
 
     @whole

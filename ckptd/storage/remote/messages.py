@@ -346,6 +346,18 @@ class UploadRequest(Model):
     """The folder is shared: send this node's share, and that of who was silent for so long (adr/0110)."""
 
 
+class EarlyRequest(Model):
+    """Send one shard of a save that is still being written, if it is framed and nothing has its key.
+
+    It is proved by the upload of its save alone. Answered by `Done`, after an `ObjectDone` if it was sent.
+    """
+
+    op: Literal["early"] = "early"
+    root: str
+    """As of `UploadRequest`."""
+    file: UploadFile
+
+
 class UploadResult(Model):
     """Report how an order to upload ended, when it did not fail."""
 
@@ -536,9 +548,9 @@ class Failed(Model):
 # --- lines of the pipe --------------------------------------------------------------------------------
 
 _Look = Attach | Observe | DescribeTag | Confirm | Beat | ClaimRun
-_Work = _Look | UploadRequest | DeleteCommit | Record | Point | Discard | Scrub
+_Work = _Look | UploadRequest | EarlyRequest | DeleteCommit | Record | Point | Discard | Scrub
 Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
-LONG_ORDERS = (UploadRequest, DeleteCommit, Scrub)
+LONG_ORDERS = (UploadRequest, EarlyRequest, DeleteCommit, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 _End = (
     Attached

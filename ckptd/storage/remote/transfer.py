@@ -571,17 +571,8 @@ class SealedFiles:
     @contextmanager
     def opened(self, file: UploadFile) -> Iterator[Source]:
         """See `Origin`."""
-        with ExitStack() as stack:
-            with _told(file.path):
-                fd = stack.enter_context(files.reading(self._root, file.source, file.identity))
-                mode = self._mode_of_folder(file.source.rpartition("/")[0])
-                inner = FileSource(fd, file.path, folder_mode=mode)
-                is_shard = file.role in _SHARDS
-                records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
-            try:
-                yield CheckedSource(inner, records, file.path) if records else inner
-            finally:
-                inner.drop_all()
+        with open_source(file, self._root, self._mode_of_folder) as source:
+            yield source
 
     def held(self, _file: UploadFile) -> tuple[HeldRange, ...]:
         """See `Origin`."""
@@ -597,6 +588,21 @@ class SealedFiles:
             reason = self.why_changed(file)
             if reason is not None:
                 raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
+
+
+@contextmanager
+def open_source(file: UploadFile, root: int, mode_of: Callable[[str], int]) -> Iterator[Source]:
+    """Open a file by its identity; `mode_of`: the permission bits of its folder."""
+    with ExitStack() as stack:
+        with _told(file.path):
+            fd = stack.enter_context(files.reading(root, file.source, file.identity))
+            inner = FileSource(fd, file.path, folder_mode=mode_of(file.source.rpartition("/")[0]))
+            is_shard = file.role in _SHARDS
+            records = records_of(fd, file.path, is_shard=is_shard) if file.check_zip_crc else []
+        try:
+            yield CheckedSource(inner, records, file.path) if records else inner
+        finally:
+            inner.drop_all()
 
 
 @contextmanager

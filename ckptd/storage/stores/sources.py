@@ -228,6 +228,11 @@ class FileSource:
         self.folder_mode = folder_mode
         self._cached = extents.cached_runs(fd, status.st_size)
 
+    @property
+    def is_cached(self) -> bool:
+        """Tell whether the whole file lay in the page cache when it was opened."""
+        return any(begin <= 0 and self.size_bytes <= end for begin, end in self._cached)
+
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Read at `offset`; SourceUnreadable when the local disk fails."""
         try:

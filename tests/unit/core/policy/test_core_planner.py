@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from ckptd.base.identity import FileIdentity
 from ckptd.core.completeness.order import next_order
+from ckptd.core.model.listing import ListedFile
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import (
@@ -23,12 +25,14 @@ from ckptd.core.policy.actions import (
     PointUniversal,
     ReleaseHold,
     Upload,
+    UploadEarly,
     UploadLateFiles,
 )
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.safety import is_to_upload
-from ckptd.core.policy.view import Disk, GenerationAnswer, JobView, RemoteView, SaveView
+from ckptd.core.policy.uploads import EARLY
+from ckptd.core.policy.view import Disk, GenerationAnswer, JobView, LeaseStatus, RemoteView, SaveView
 from tests.support.core_views import (
     NAS,
     committed_record,
@@ -393,6 +397,79 @@ def test_a_derived_form_makes_way_for_a_zero_form() -> None:
     assert of(busy_with(UNIVERSAL, done, waiting), CancelUpload) == [CancelUpload(remote=NAS)]
     for view in (busy_with(ZERO, done, waiting), busy_with(None, done, waiting), busy_with(UNIVERSAL, done)):
         assert of(view, CancelUpload) == of(view, Upload) == []
+
+
+def _shard(size_bytes: int, mtime_ns: int = 1) -> ListedFile:
+    identity = FileIdentity(dev=1, ino=7, size_bytes=size_bytes, mtime_ns=mtime_ns, ctime_ns=mtime_ns)
+    return ListedFile(path=f"zero_pp_rank_{size_bytes}_mp_rank_00_optim_states.pt", identity=identity)
+
+
+SMALL, LARGE = _shard(10), _shard(20)
+
+
+def _while_one_is_written(*saves: SaveView, remote: dict[str, Any] | None = None, **changes: Any) -> JobView:
+    view = job_view(list(saves), **{"at_rest": {"new": (SMALL, LARGE)}, "is_save_in_flight": True, **changes})
+    return replace(view, remotes=tuple(replace(r, **(remote or {})) for r in view.remotes))
+
+
+def test_the_largest_shard_at_rest_is_uploaded_early_and_each_once() -> None:
+    assert of(_while_one_is_written(), UploadEarly) == [UploadEarly(remote=NAS, tag="new", file=LARGE)]
+    again = _while_one_is_written(remote={"not_early": frozenset({("new", LARGE)})})
+    assert [one.file for one in of(again, UploadEarly)] == [SMALL]
+    done = frozenset({("new", LARGE), ("new", SMALL)})
+    assert of(_while_one_is_written(remote={"not_early": done}), UploadEarly) == []
+
+
+@pytest.mark.parametrize(
+    "remote",
+    [
+        {"is_busy": True},
+        {"is_attached": False},
+        {"forms": ("weights-bf16",)},
+        {"known_tags": frozenset({"new"})},
+    ],
+)
+def test_nothing_is_uploaded_early_to_a_remote_that_is_at_work_or_knows_the_tag(
+    remote: dict[str, Any],
+) -> None:
+    assert of(_while_one_is_written(remote=remote), UploadEarly) == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"is_paused": True}, {"is_spread": True}, {"lease": LeaseStatus(holds_lease=True)}]
+)
+def test_nothing_is_uploaded_early_while_paused_nor_beside_other_nodes(change: dict[str, Any]) -> None:
+    assert of(_while_one_is_written(**change), UploadEarly) == []
+
+
+def test_whatever_is_due_comes_before_a_shard_of_a_save_that_is_written() -> None:
+    """An upload, and the question that precedes one; on another remote it may go all the same."""
+    waiting = _save(1, committed=False)
+    for known in (frozenset[str](), frozenset({waiting.save.tag})):
+        view = _while_one_is_written(waiting, remote={"known_tags": known})
+        assert len(of(view, Upload)) + len(of(view, Describe)) == 1
+        assert of(view, UploadEarly) == []
+        other = replace(view.remotes[0], name="other", is_busy=False, forms=(ZERO,), known_tags=frozenset())
+        done = {(name, ZERO): committed_record(waiting.save, name) for name in ("other",)}
+        both = replace(view, remotes=(*view.remotes, other), saves=(replace(waiting, uploads=done),))
+        assert [one.remote for one in of(both, UploadEarly)] == ["other"]
+
+
+def test_an_early_upload_makes_way_unless_it_is_of_the_very_file_that_waits() -> None:
+    waiting = _save(1, committed=False)
+    (sealed_file,) = waiting.save.files
+    same = ListedFile(path=sealed_file.path, identity=sealed_file.identity)
+    rewritten = ListedFile(path=same.path, identity=replace(same.identity, mtime_ns=99))
+    for tag, file, makes_way in (
+        (waiting.save.tag, same, False),
+        (waiting.save.tag, rewritten, True),
+        (waiting.save.tag, LARGE, True),
+        ("another", same, True),
+    ):
+        busy = {"is_busy": True, "uploading": EARLY, "uploading_early": (tag, file)}
+        view = _while_one_is_written(waiting, remote=busy)
+        assert [one.remote for one in of(view, CancelUpload)] == [NAS] * makes_way
+        assert of(view, Upload) == of(view, UploadEarly) == []
 
 
 def _with_farm(*saves: SaveView, **changes: Any) -> JobView:

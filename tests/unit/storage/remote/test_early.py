@@ -1,0 +1,176 @@
+"""A shard that was uploaded before its save was whole saves time, and decides nothing (P3, P4)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ckptd.base import extents, files
+from ckptd.core.model.layouts import Role
+from ckptd.core.model.manifest import Commit, parse
+from ckptd.errors import CkptdError, SourceChanged
+from ckptd.storage.remote.early import upload_early
+from ckptd.storage.remote.messages import EarlyRequest, UploadFile
+from ckptd.storage.remote.observe import manifests_of
+from ckptd.storage.stores.checksums import crc64, to_hex
+from ckptd.storage.stores.directory import DirectoryStore
+from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.rate_limit import Cancelled
+from tests.stores import servers
+from tests.stores.memory import MemoryStore
+from tests.stores.scene import OPTIM, Node, archive
+
+if TYPE_CHECKING:
+    from ckptd.storage.remote.messages import UploadResult
+    from ckptd.storage.remote.observe import AttachedRemote
+    from ckptd.storage.stores.base import Store
+
+SHARD = OPTIM.format(d=0)
+KEY = f"global_step5/{SHARD}"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    node = Node(tmp_path / "save")
+    node.write_all()
+    return node
+
+
+def _store(kind: str, folder: Path, request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Store:
+    if kind == "memory":
+        return MemoryStore()
+    if kind == "directory":
+        folder.mkdir()
+        return DirectoryStore(str(folder), owner="id-n0", window_bytes=1 << 20)
+    for name, value in servers.environment().items():
+        patch.setenv(name, value)
+    access = servers.access(request.getfixturevalue("moto").endpoint)
+    return open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
+
+
+@pytest.fixture(params=["memory", "directory", pytest.param("s3", marks=pytest.mark.stores)])
+def there(
+    request: pytest.FixtureRequest, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AttachedRemote:
+    return node.attached(_store(request.param, tmp_path / "nas", request, monkeypatch))
+
+
+def early(node: Node, name: str = SHARD) -> EarlyRequest:
+    """What the daemon asks for, of the file as it is now."""
+    identity = files.identity_of((node.save_dir / node.tag / name).stat())
+    file = UploadFile(
+        path=name,
+        key=f"{node.tag}/{name}",
+        source=f"{node.tag}/{name}",
+        identity=identity,
+        bytes=identity.size_bytes,
+        role=Role.OPTIM,
+        fingerprint="",
+    )
+    return EarlyRequest(root=str(node.save_dir), file=file)
+
+
+def held(there: AttachedRemote, key: str = KEY) -> bytes | None:
+    info = there.store.stat(key)
+    return None if info is None else b"".join(there.store.stream(key, 0, info.bytes))
+
+
+def is_committed_as_written(node: Node, there: AttachedRemote, result: UploadResult) -> bool:
+    """Every object is the file, and proved to be."""
+    assert result.commit is not None
+    (manifest,) = manifests_of(
+        there.store, parse(Commit, result.commit.commit.model_dump_json().encode(), "")
+    )
+    for file in manifest.files:
+        data = (node.save_dir / node.tag / file.path).read_bytes()
+        assert held(there, file.key) == data, file.key
+        assert (file.checksums.crc64nvme, file.proof) == (to_hex(crc64(data)), file.proof)
+        assert file.proof != "none"
+    return result.outcome == "committed"
+
+
+def test_what_came_early_is_not_sent_again_and_is_proved_all_the_same(
+    node: Node, there: AttachedRemote
+) -> None:
+    upload_early(there, early(node), node.control())
+    assert held(there) == (node.save_dir / KEY).read_bytes()
+    assert [event.proof for event in node.uploaded()] == ["none"]
+    result = node.upload(there, node.order(node.sealed()))
+    assert result.bytes_skipped == (node.save_dir / KEY).stat().st_size
+    assert is_committed_as_written(node, there, result)
+
+
+@pytest.mark.parametrize("size", [2000, 1999])
+def test_a_shard_that_was_written_again_is_sent_again(node: Node, there: AttachedRemote, size: int) -> None:
+    """Of the same size, so that its bytes alone tell, and of another."""
+    upload_early(there, early(node), node.control())
+    node.rewrite(SHARD, archive((SHARD.encode() + b"2") * size))
+    result = node.upload(there, node.order(node.sealed()))
+    assert result.bytes_skipped == 0
+    assert is_committed_as_written(node, there, result)
+
+
+def test_nothing_that_has_the_key_is_replaced_early(node: Node, there: AttachedRemote) -> None:
+    before = (node.save_dir / KEY).read_bytes()
+    upload_early(there, early(node), node.control())
+    node.rewrite(SHARD, archive((SHARD.encode() + b"2") * 2000))
+    upload_early(there, early(node), node.control())
+    assert held(there) == before
+    assert len(node.uploaded()) == 1
+
+
+def test_a_shard_without_its_end_is_not_sent(node: Node, there: AttachedRemote) -> None:
+    whole = (node.save_dir / KEY).read_bytes()
+    for data in (whole[:-10], b"", b"no archive" * 1000):
+        node.rewrite(SHARD, data)
+        try:
+            upload_early(there, early(node), node.control())
+        except CkptdError as error:
+            assert SHARD in str(error)
+        assert held(there) is None
+
+
+def test_one_that_is_written_again_while_it_is_sent_leaves_nothing_half_done(
+    node: Node, there: AttachedRemote
+) -> None:
+    """What a later upload could go on with would be of two writes."""
+    order = early(node)
+    node.rewrite(SHARD, archive((SHARD.encode() + b"2") * 2000))
+    with pytest.raises(SourceChanged):
+        upload_early(there, order, node.control())
+    assert held(there) is None
+
+
+def test_a_cancelled_one_is_given_up(node: Node, tmp_path: Path) -> None:
+    (tmp_path / "nas").mkdir()
+    there = node.attached(DirectoryStore(str(tmp_path / "nas"), owner="id-n0", window_bytes=4096))
+    moved: list[object] = []
+
+    def check() -> None:
+        if moved:
+            raise Cancelled("now")
+
+    control = replace(node.control(), check=check, on_moving=lambda *what: moved.append(what))
+    with pytest.raises(SourceChanged):
+        upload_early(there, early(node), control)
+    assert moved
+    assert held(there) is None
+    assert there.store.partial_bytes(KEY) == 0  # type: ignore[attr-defined]
+
+
+def test_the_disk_is_not_read_for_it(node: Node, tmp_path: Path) -> None:
+    """P11: a shard that left the page cache is left to the upload of its save."""
+    path = node.save_dir / KEY
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        extents.drop_pages(stream.fileno())
+        if extents.cached_runs(stream.fileno(), path.stat().st_size):
+            pytest.fail(f"{tmp_path} lies on a file system that keeps what it is told to drop")
+    there = node.attached(MemoryStore())
+    upload_early(there, early(node), node.control())
+    assert held(there) is None
