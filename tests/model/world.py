@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from ckptd.base.identity import FileIdentity
 from ckptd.core.completeness.order import next_order
+from ckptd.core.model.listing import ListedFile
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedState, UploadRecord, UploadState
 from ckptd.core.model.save import Order, SealedSave
 from ckptd.core.policy.actions import (
@@ -25,6 +27,7 @@ from ckptd.core.policy.actions import (
     ReleaseHold,
     StopConverting,
     Upload,
+    UploadEarly,
     UploadLateFiles,
 )
 from ckptd.core.policy.planner import plan
@@ -42,6 +45,11 @@ from ckptd.core.policy.view import (
 from tests.support.core_views import sealed
 
 SAVE_BYTES = 100
+SHARD = ListedFile(
+    path="zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    identity=FileIdentity(dev=1, ino=1, size_bytes=1, mtime_ns=1, ctime_ns=1),
+)
+"""Of a save that is being written."""
 
 
 @dataclass(slots=True)
@@ -57,6 +65,7 @@ class Remote:
     seen: tuple[RemoteCommit, ...] = ()
     known_tags: frozenset[str] = frozenset()
     shipping: int | None = None
+    not_early: set[tuple[str, ListedFile]] = field(default_factory=set)
     emptied: list[tuple[str, int]] = field(default_factory=list)
     """(tag, generation) of which a removal took the last form."""
     stepped_down: int = 0
@@ -157,6 +166,7 @@ class World:
             latest=self.latest,
             latest_universal=self.latest_universal,
             is_save_in_flight=self.in_flight,
+            at_rest={f"written-{len(self.saves)}": (SHARD,)} if self.in_flight else {},
             is_first_scan=self.first_scan,
             is_paused=False,
             unuploaded=self.unuploaded,
@@ -179,6 +189,7 @@ class World:
             is_attached=remote.is_there,
             is_busy=remote.shipping is not None,
             uploading=self.form_on_its_way(remote),
+            not_early=frozenset(remote.not_early),
             commits=remote.seen,
             known_tags=remote.known_tags,
             retention=remote.policy,
@@ -210,6 +221,8 @@ class World:
                 )
             case UploadLateFiles(save_id=save_id, remote=name):
                 self._supplement(save_id, name)
+            case UploadEarly(remote=name, tag=tag, file=file):
+                self.remotes[name].not_early.add((tag, file))
             case CancelUpload(remote=name):
                 self._cancel(self.remotes[name])
             case Describe(remote=name, tag=tag, save_id=save_id):

@@ -7,6 +7,7 @@ COMMIT.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections import Counter
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ckptd.core.model.records import ZERO
 from ckptd.storage.child import service
+from ckptd.storage.journal.journal import EARLY
 from ckptd.storage.remote.transfer import Transfer
 from tests.sim.judge import Broken
 from tests.sim.test_last_byte import HuggingFaceTrainer, beside
@@ -29,6 +32,8 @@ FULL = bool(os.environ.get("CKPTD_FULL"))
 LIVES = 1000 if FULL else 40
 EVERY = 1 if FULL else 7
 """Of the calls of one life each so-many-th is its last."""
+KEYS: set[str] = set()
+"""Of what was sent early in this test."""
 PLACES = ((NAS,), (S3,), (NAS, S3))
 
 
@@ -36,14 +41,20 @@ PLACES = ((NAS,), (S3,), (NAS, S3))
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count what was sent early, and what became of it."""
     count: Counter[str] = Counter()
-    upload, verified = service.upload_early, Transfer._verified_in_place
+    KEYS.clear()
+    upload, verified, remove = service.upload_early, Transfer._verified_in_place, service.take_back
 
     def counted(attached: Any, order: Any, control: Any) -> None:
         def on_done(done: Any) -> None:
             count["sent"] += 1
+            KEYS.add(order.file.key)
             control.on_done(done)
 
         upload(attached, order, replace(control, on_done=on_done))
+
+    def removed(attached: Any, order: Any, check: Any) -> None:
+        remove(attached, order, check)
+        count["removed"] += len(order.uploads)
 
     def compared(self: Transfer, *arguments: Any) -> bool:
         is_same = verified(self, *arguments)
@@ -51,6 +62,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         return is_same
 
     monkeypatch.setattr(service, "upload_early", counted)
+    monkeypatch.setattr(service, "take_back", removed)
     monkeypatch.setattr(Transfer, "_verified_in_place", compared)
     return count
 
@@ -98,13 +110,16 @@ def lived(seed: int) -> None:
         for number in range(rng.randint(2, 4)):
             step = 10 * (number + 1)
             world.trainer.begin(step, rng)
-            if rng.random() < 0.3:
-                for _ in range(rng.randint(1, 25)):
+            if rng.random() < 0.5:
+                for _ in range(rng.randint(1, 60)):
                     world.trainer.go_on(1)
                     world.move(rng)
-                _remove(world)
+                if rng.random() < 0.7:
+                    _remove(world)
+                else:
+                    world.trainer.abort()
                 world.live_on(rng.uniform(0.0, 3.0), rng)
-                world.trainer.begin(step, rng)
+                world.trainer.begin(step + rng.randint(0, 1), rng)
             if rng.random() < 0.4:
                 world.is_power_cut = rng.random() < 0.3
                 world.kernel.ends_at = world.kernel.calls + rng.randint(1, 60)
@@ -116,8 +131,29 @@ def lived(seed: int) -> None:
             world.look()
             world.live_on(200.0, rng, world.has_rested)
             world.look()
+        world.live_on(120.0, rng)
+        _nothing_is_left(world)
     finally:
         world.leave()
+
+
+def _nothing_is_left(world: World) -> None:
+    """What was sent early lies there only if a manifest lists it, or a save was sealed that has its file.
+
+    Raises:
+        Broken: something else does.
+    """
+    state = world.job.state if world.job is not None else None
+    assert state is not None
+    sealed = {f"{row.save.tag}/{file.path}" for row in state.saves.rows.values() for file in row.save.files}
+    for remote in world.config.remotes:
+        held = world._on_nas() if remote.name == NAS else world._in_cloud()
+        documents = [json.loads(data) for key, (_, data) in held.items() if key.startswith("_ckptd/nodes/")]
+        listed = {file["key"] for one in documents for file in one["files"]}
+        left = (KEYS & held.keys()) - listed - sealed
+        rows = [row.key for row in state.journal.objects(EARLY, remote.name, ZERO)]
+        if left or rows:
+            raise Broken(f"{remote.name} holds {sorted(left)}, the journal has {rows}")
 
 
 def test_shards_go_early_and_no_commit_is_mixed(seen: Counter[str]) -> None:
@@ -127,7 +163,7 @@ def test_shards_go_early_and_no_commit_is_mixed(seen: Counter[str]) -> None:
         except Broken as error:
             raise AssertionError(f"life {seed}: {error}") from error
     assert seen["sent"] > LIVES, seen
-    assert min(seen["same"], seen["another"]) > LIVES / 10, seen
+    assert min(seen["same"], seen["another"], seen["removed"]) > LIVES / 10, seen
 
 
 def _with_end(names: tuple[str, ...], ends_after: int, *, power: bool) -> int:

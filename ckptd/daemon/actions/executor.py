@@ -130,11 +130,11 @@ class PlanExecutor:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""
         self._local_actions.deleter.tidy(save_dir_fd)
         for session in self._sessions.values():
-            if (
-                not session.is_ready
-                or session.is_transferring
-                or session.name not in self._journal.with_leftovers
-            ):
+            if not session.is_ready or session.is_transferring:
+                continue
+            if session.name in self._journal.with_early and session.seconds_to_transfer <= 0:
+                self._uploads.settle_early(session.name)
+            if session.is_transferring or session.name not in self._journal.with_leftovers:
                 continue
             left = self._journal.leftovers(session.name)
             self._journal.with_leftovers.discard(session.name)

@@ -17,6 +17,7 @@ from ckptd.base.humanize import size_of
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
+from ckptd.core.model.manifest import folder_name
 from ckptd.core.model.records import (
     ZERO,
     DerivedRecord,
@@ -174,28 +175,78 @@ class UploadManager:
         state, session = self._state, self._sessions[action.remote]
         file = early_file(action)
         state.uploads.begin_early(action.remote, action.tag, action.file, state.folders.in_flight)
+        if any(row.key == file.key for row in state.journal.objects(EARLY_ID, action.remote, ZERO)):
+            state.uploads.end_early(action.remote, is_cancelled=False)  # an earlier write of it is there
+            self._wake()
+            return
         state.journal.put_object(EARLY_ID, action.remote, ZERO, begun_row(file))
-        order = m.EarlyRequest(root=str(self._config.save_dir), file=file)
-        session.start_transfer(order, partial(self._on_early, action.remote, set()), EARLY)
+        order = m.EarlyRequest(root=str(self._config.save_dir), file=file, node_id=session.settings.node_id)
+        session.start_transfer(order, partial(self._on_early, action.remote, file.key, set()), EARLY)
         session.pace(1.0)
         log.debug("uploading %s of %s to %s", action.file.path, action.tag, action.remote)
 
-    def _on_early(self, remote: str, tokens: set[str], answer: m.Answer) -> None:
+    def _on_early(self, remote: str, key: str, seen: set[str], answer: m.Answer) -> None:
+        """`seen`: tokens of the upload, and its key once the object is there."""
         state, session = self._state, self._sessions[remote]
         if isinstance(answer, m.TransferProgress):
-            if answer.token and answer.token not in tokens:
-                tokens.add(answer.token)
+            if answer.token and answer.token not in seen:
+                seen.add(answer.token)
                 state.journal.put_object(EARLY_ID, remote, ZERO, half_row(answer))
             return
         if isinstance(answer, m.ObjectDone):
+            seen.add(key)
             state.journal.put_object(EARLY_ID, remote, ZERO, verified_row(answer.object))
             return
         error = answer.raised if isinstance(answer, m.Failed) else None
-        is_remotes = error is not None and not isinstance(error, SourceChanged | DamagedError)
         state.uploads.end_early(remote, is_cancelled=session.is_cancelled)
-        state.journal.end_early(remote, is_left=is_remotes)
-        if error is not None and is_remotes and not isinstance(error, SourceUnreadable):
+        if error is None or isinstance(error, SourceChanged | DamagedError):
+            if key not in seen:
+                state.journal.forget_early(remote, [key])
+        elif not isinstance(error, SourceUnreadable):
             session.note_transfer_failed(error)
+        self._wake()
+
+    def settle_early(self, remote: str) -> None:
+        """Hand objects that were sent early to the saves that have their files; take back those that no save
+        came of.
+        """
+        state, session = self._state, self._sessions[remote]
+        rows = state.journal.objects(EARLY_ID, remote, ZERO)
+        if not rows:
+            state.journal.with_early.discard(remote)
+        if not rows or state.is_first_scan:
+            return
+        writing = {folder_name(tag, 1, ZERO) for tag in state.folders.in_flight}
+        folders = {row.key.partition("/")[0] for row in rows}
+        owners = {
+            f"{folder}/{file.path}": one
+            for one in state.saves.rows.values()
+            if (folder := folder_name(one.save.tag, 1, ZERO)) in folders
+            for file in one.save.files
+        }
+        left = []
+        for row in rows:
+            owner = owners.get(row.key)
+            if owner is not None:
+                state.journal.adopt_early(owner.id, remote, row.key)
+                if state.uploads.record(owner.id, remote, ZERO).state is UploadState.COMMITTED:
+                    state.journal.forget_objects(owner.id, remote, ZERO)
+            elif row.key.partition("/")[0] not in writing:
+                left.append((row.key, row.token))
+        if left:
+            order = m.TakeBack(uploads=tuple(left), node_id=session.settings.node_id)
+            session.start_transfer(order, partial(self._taken_back, remote, left), EARLY)
+
+    def _taken_back(self, remote: str, left: list[tuple[str, str]], answer: m.Answer) -> None:
+        session = self._sessions[remote]
+        if isinstance(answer, m.Done):
+            self._state.journal.forget_early(remote, [key for key, _ in left])
+            log.info("%s: %d shards of a save that did not become whole were removed", remote, len(left))
+        elif isinstance(answer, m.Failed) and isinstance(answer.raised, errors.RemoteError):
+            session.note_transfer_failed(answer.raised)
+        elif isinstance(answer, m.Failed) and not session.is_cancelled:
+            self._state.journal.with_early.discard(remote)  # until the next start: `ckptd gc` finds them
+            log.warning("%s: shards of a save that did not become whole stay: %s", remote, answer.message)
         self._wake()
 
     def _on_answer(self, action: Upload, answer: m.Answer) -> None:
@@ -279,8 +330,6 @@ class UploadManager:
                     "bytes_sent": answer.bytes_sent,
                 }
             )
-            if action.form == ZERO:
-                state.journal.forget_early(action.remote, answer.commit.commit.folder)
             if action.is_streamed:  # half uploads of an attempt that does not count are given up
                 state.journal.forget_objects(action.save_id, action.remote, action.form)
             copied = f", {size_of(answer.bytes_copied)} copied there" if answer.bytes_copied else ""

@@ -92,7 +92,8 @@ class Journal:
             _ = self.saves(), self.uploads(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
             self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
-            self._leave("save_id=?", (EARLY,))
+            early = "SELECT DISTINCT remote FROM objects WHERE save_id=? AND form NOT LIKE '%~'"
+            self.with_early: set[str] = {row[0] for row in self._db.execute(early, (EARLY,))}
         except BaseException:
             self._db.close()
             raise
@@ -269,6 +270,8 @@ class Journal:
 
     def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
         """Record how far one object is durable in the remote."""
+        if save_id == EARLY:
+            self.with_early.add(remote)
         self._db.execute(
             "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?,NULL)",
             (save_id, remote, form, row.key, row.bytes, row.flushed_bytes, row.crc64, row.proof, row.token),
@@ -301,23 +304,21 @@ class Journal:
             values,
         )
 
-    def end_early(self, remote: str, *, is_left: bool) -> None:
-        """Drop the shard whose early upload did not reach its end; `is_left`: half of it may lie there."""
-        unfinished = (EARLY, remote)
+    def adopt_early(self, save_id: int, remote: str, key: str) -> None:
+        """Make an object that was sent early one of the save that has its file: known, and not believed."""
+        which = (EARLY, remote, key)
         with self._transaction():
-            if is_left:
-                self._leave("save_id=? AND remote=?", unfinished)
+            self._leave("save_id=? AND remote=? AND key=?", which)
             self._db.execute(
-                "DELETE FROM objects WHERE save_id=? AND remote=? AND proof IS NULL AND form NOT LIKE '%~'",
-                unfinished,
+                "UPDATE OR REPLACE objects SET save_id=? "
+                "WHERE save_id=? AND remote=? AND key=? AND form NOT LIKE '%~'",
+                (save_id, *which),
             )
 
-    def forget_early(self, remote: str, folder: str) -> None:
-        """Forget the objects that were sent early into a remote's folder: a COMMIT lists them now."""
-        self._db.execute(
-            "DELETE FROM objects WHERE save_id=? AND remote=? AND proof IS NOT NULL AND substr(key, 1, ?)=?",
-            (EARLY, remote, len(folder) + 1, f"{folder}/"),
-        )
+    def forget_early(self, remote: str, keys: Iterable[str]) -> None:
+        """Forget objects that were sent early: they are gone, never came, or a COMMIT lists them."""
+        query = "DELETE FROM objects WHERE save_id=? AND remote=? AND key=? AND form NOT LIKE '%~'"
+        self._db.executemany(query, [(EARLY, remote, key) for key in keys])
 
     @whole
     def leftovers(self, remote: str) -> list[tuple[str, str]]:

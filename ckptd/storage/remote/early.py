@@ -2,6 +2,8 @@
 
 Nothing is proved and nothing replaced: the upload of the whole save finds the object, compares it with the
 file as it was sealed, and replaces what differs. So an object that came early saves time and decides nothing.
+What no save came of is removed. Both only where no other node ever wrote: another may take an object that
+nobody lists for its own.
 """
 
 from __future__ import annotations
@@ -11,8 +13,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from ckptd.errors import CkptdError, TargetExists
+from ckptd.base.names import decode_name
+from ckptd.core.model.generation import objects_of
+from ckptd.core.model.records import ZERO
+from ckptd.errors import CkptdError, RefusedError, TargetExists
 from ckptd.storage.remote.commit import open_root
+from ckptd.storage.remote.documents import manifest_folder, read_generation
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.remote.observe import still_ours
 from ckptd.storage.remote.transfer import mode_of_folder, open_source
@@ -20,13 +27,17 @@ from ckptd.storage.stores.checksums import to_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, RateLimitedSource
 
 if TYPE_CHECKING:
-    from ckptd.storage.remote.messages import EarlyRequest
+    from collections.abc import Callable
+
+    from ckptd.storage.remote.documents import Stem
+    from ckptd.storage.remote.messages import EarlyRequest, TakeBack
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.remote.transfer import TransferControl
+    from ckptd.storage.stores.base import Store
 
 
 def upload_early(attached: AttachedRemote, order: EarlyRequest, control: TransferControl) -> None:
-    """Send the shard, unless it has no end yet, is not in the page cache, or something has its key.
+    """Send the shard, unless it has no end yet, is not in the page cache, or is not alone there.
 
     What is cut short is given up: nobody could tell whether its bytes and those of a later attempt are of one
     write.
@@ -36,6 +47,9 @@ def upload_early(attached: AttachedRemote, order: EarlyRequest, control: Transfe
         RemoteError: as the store.
     """
     still_ours(attached.store, attached.identity)
+    where = _generation(order.file.key)
+    if _other_node(attached.store, order.node_id) or any(attached.store.list(manifest_folder(where))):
+        return
     root = open_root(order.root)
     try:
         _send(attached, order, root, control)
@@ -61,3 +75,33 @@ def _send(attached: AttachedRemote, order: EarlyRequest, root: int, control: Tra
                 store.discard(file.key)
             raise
     control.on_done(UploadedObject(key=file.key, bytes=file.bytes, crc64nvme=to_hex(crc), proof="none"))
+
+
+def take_back(attached: AttachedRemote, order: TakeBack, check: Callable[[], None]) -> None:
+    """Give up the uploads and remove their objects, but for those that a manifest lists.
+
+    Raises:
+        RefusedError: another node has written there, or a manifest cannot be read.
+    """
+    store = attached.store
+    still_ours(store, attached.identity)
+    if node := _other_node(store, order.node_id):
+        raise RefusedError(f"node {node} writes to {store.url}, too", hint="they cost room, nothing else")
+    for key, token in order.uploads:
+        check()
+        damaged: list[str] = []
+        listed = objects_of(known.manifest for known in read_generation(store, _generation(key), damaged))
+        if damaged:
+            raise RefusedError(f"{key} stays: {damaged[0]}", hint="see `ckptd verify`")
+        store.discard(key, token)
+        if key not in listed:
+            store.delete(key)
+
+
+def _other_node(store: Store, node_id: str) -> str | None:
+    seen = Heartbeats(store).everyone()
+    return next((s.node for s in seen if s.heartbeat is None or s.heartbeat.node_id != node_id), None)
+
+
+def _generation(key: str) -> Stem:
+    return decode_name(key.partition("/")[0]), 1, ZERO

@@ -356,6 +356,16 @@ class EarlyRequest(Model):
     root: str
     """As of `UploadRequest`."""
     file: UploadFile
+    node_id: str
+
+
+class TakeBack(Model):
+    """Remove objects that were sent early for a save that never became whole, where no other node writes."""
+
+    op: Literal["take-back"] = "take-back"
+    uploads: tuple[tuple[str, str], ...]
+    """(key, token)."""
+    node_id: str
 
 
 class UploadResult(Model):
@@ -548,9 +558,9 @@ class Failed(Model):
 # --- lines of the pipe --------------------------------------------------------------------------------
 
 _Look = Attach | Observe | DescribeTag | Confirm | Beat | ClaimRun
-_Work = _Look | UploadRequest | EarlyRequest | DeleteCommit | Record | Point | Discard | Scrub
+_Work = _Look | UploadRequest | EarlyRequest | TakeBack | DeleteCommit | Record | Point | Discard | Scrub
 Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
-LONG_ORDERS = (UploadRequest, EarlyRequest, DeleteCommit, Scrub)
+LONG_ORDERS = (UploadRequest, EarlyRequest, TakeBack, DeleteCommit, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 _End = (
     Attached

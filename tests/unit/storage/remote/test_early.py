@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from ckptd.base import extents, files
+from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import Commit, parse
-from ckptd.errors import CkptdError, SourceChanged
-from ckptd.storage.remote.early import upload_early
-from ckptd.storage.remote.messages import EarlyRequest, UploadFile
+from ckptd.errors import CkptdError, RefusedError, SourceChanged
+from ckptd.storage.remote.early import take_back, upload_early
+from ckptd.storage.remote.heartbeats import Heartbeats
+from ckptd.storage.remote.messages import EarlyRequest, TakeBack, UploadFile
 from ckptd.storage.remote.observe import manifests_of
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
@@ -23,7 +25,7 @@ from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores import servers
 from tests.stores.memory import MemoryStore
-from tests.stores.scene import OPTIM, Node, archive
+from tests.stores.scene import JOB_ID, OPTIM, Node, archive
 
 if TYPE_CHECKING:
     from ckptd.storage.remote.messages import UploadResult
@@ -72,7 +74,7 @@ def early(node: Node, name: str = SHARD) -> EarlyRequest:
         role=Role.OPTIM,
         fingerprint="",
     )
-    return EarlyRequest(root=str(node.save_dir), file=file)
+    return EarlyRequest(root=str(node.save_dir), file=file, node_id=f"id-{node.name}")
 
 
 def held(there: AttachedRemote, key: str = KEY) -> bytes | None:
@@ -172,5 +174,53 @@ def test_the_disk_is_not_read_for_it(node: Node, tmp_path: Path) -> None:
         if extents.cached_runs(stream.fileno(), path.stat().st_size):
             pytest.fail(f"{tmp_path} lies on a file system that keeps what it is told to drop")
     there = node.attached(MemoryStore())
+    upload_early(there, early(node), node.control())
+    assert held(there) is None
+
+
+def back(node: Node) -> TakeBack:
+    return TakeBack(uploads=((KEY, ""),), node_id=f"id-{node.name}")
+
+
+def test_what_no_save_came_of_is_removed_and_what_is_listed_stays(node: Node, there: AttachedRemote) -> None:
+    upload_early(there, early(node), node.control())
+    take_back(there, back(node), lambda: None)
+    assert held(there) is None
+    take_back(there, back(node), lambda: None)
+    result = node.upload(there, node.order(node.sealed()))
+    take_back(there, back(node), lambda: None)
+    assert is_committed_as_written(node, there, result)
+
+
+def test_where_another_node_writes_nothing_is_sent_early_nor_removed(
+    node: Node, there: AttachedRemote
+) -> None:
+    """It may take what nobody lists for its own, and list it a moment later."""
+    upload_early(there, early(node), node.control())
+    said = Heartbeat(
+        job_id=JOB_ID,
+        job="job",
+        node="n1",
+        node_id="id-n1",
+        config_digest="",
+        ckptd_version="0",
+        as_of="2026-01-01T00:00:00Z",
+        state="ok",
+    )
+    Heartbeats(there.store).put(said)
+    with pytest.raises(RefusedError, match="n1"):
+        take_back(there, back(node), lambda: None)
+    assert held(there) is not None
+    other = OPTIM.format(d=1)
+    upload_early(there, early(node, other), node.control())
+    assert held(there, f"{node.tag}/{other}") is None
+
+
+def test_nothing_is_sent_early_into_a_generation_that_somebody_lists(
+    node: Node, there: AttachedRemote
+) -> None:
+    (node.save_dir / KEY).rename(node.save_dir / "aside")
+    node.upload(there, node.order(node.sealed()))
+    (node.save_dir / "aside").rename(node.save_dir / KEY)
     upload_early(there, early(node), node.control())
     assert held(there) is None
