@@ -45,12 +45,15 @@ class Save:
 class Writer:
     """Writes saves below a save_dir, each of `parameters` elements in `seconds`."""
 
-    def __init__(self, save_dir: Path, trainer: str, stage: int, parameters: int, seconds: float) -> None:
+    def __init__(
+        self, save_dir: Path, trainer: str, stage: int, parameters: int, seconds: float, apart_seconds: float
+    ) -> None:
         self._save_dir = save_dir
         self._is_trainers = trainer == "huggingface"
         self._stage = stage
         self._parameters = parameters
         self._seconds = seconds
+        self._apart_seconds = apart_seconds
         self._made = Path(tempfile.mkdtemp(prefix="ckptd-bench-made-"))
 
     def write(self, step: int) -> Save:
@@ -94,14 +97,20 @@ class Writer:
         ]
         ranks = [sorted(names, key=lambda name: "optim" in name) for names in ranks]
         threads = [
-            threading.Thread(target=self._write_files, args=(root, names, shards, seconds)) for names in ranks
+            threading.Thread(
+                target=self._write_files, args=(root, names, shards, seconds, rank * self._apart_seconds)
+            )
+            for rank, names in enumerate(ranks)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _write_files(self, root: Path, names: list[str], shards: dict[str, bytes], seconds: float) -> None:
+    def _write_files(
+        self, root: Path, names: list[str], shards: dict[str, bytes], seconds: float, after_seconds: float
+    ) -> None:
+        time.sleep(after_seconds)
         began, total, done = time.monotonic(), sum(len(shards[name]) for name in names), 0
         for name in names:
             with (root / name).open("wb", buffering=0) as out:
@@ -154,7 +163,9 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, object]:
     subprocess.run(
         [*ckptd, "check", "--init-remote", config], env=environment, check=True, capture_output=True
     )
-    writer = Writer(save_dir, options.trainer, options.stage, options.parameters, options.seconds)
+    writer = Writer(
+        save_dir, options.trainer, options.stage, options.parameters, options.seconds, options.apart
+    )
     late: list[float] = []
     wrong: list[str] = []
     with (work / "daemon.log").open("wb") as log:
@@ -197,6 +208,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=(2, 3), default=3)
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--seconds", type=float, default=2.0, help="what one save takes")
+    parser.add_argument(
+        "--apart", type=float, default=0.0, help="seconds by which rank 1 writes later than rank 0"
+    )
     parser.add_argument("--every", type=float, default=6.0, help="seconds from one save to the next")
     parser.add_argument(
         "--link", type=float, default=2.0, help="bandwidth of the link, as times the production"

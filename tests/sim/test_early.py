@@ -12,21 +12,19 @@ import os
 import random
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from ckptd.core.model.records import ZERO
 from ckptd.storage.child import service
 from ckptd.storage.journal.journal import EARLY
+from ckptd.storage.remote import early
 from ckptd.storage.remote.transfer import Transfer
 from tests.sim.judge import Broken
 from tests.sim.test_last_byte import HuggingFaceTrainer, beside
 from tests.sim.trainer import SAVE_DIR, Trainer
 from tests.sim.world import NAS, S3, World, job_config
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FULL = bool(os.environ.get("CKPTD_FULL"))
 LIVES = 1000 if FULL else 40
@@ -38,11 +36,11 @@ PLACES = ((NAS,), (S3,), (NAS, S3))
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count what was sent early, and what became of it."""
     count: Counter[str] = Counter()
     KEYS.clear()
-    upload, verified, remove = service.upload_early, Transfer._verified_in_place, service.take_back
+    upload, verified, remove = early.upload_early, Transfer._verified_in_place, early.take_back
 
     def counted(attached: Any, order: Any, control: Any) -> None:
         def on_done(done: Any) -> None:
@@ -54,7 +52,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     def removed(attached: Any, order: Any, check: Any) -> None:
         remove(attached, order, check)
-        count["removed"] += len(order.uploads)
+        count["removed"] += len(order.objects)
 
     def compared(self: Transfer, *arguments: Any) -> bool:
         is_same = verified(self, *arguments)

@@ -132,9 +132,10 @@ class PlanExecutor:
         for session in self._sessions.values():
             if not session.is_ready or session.is_transferring:
                 continue
-            if session.name in self._journal.with_early and session.seconds_to_transfer <= 0:
-                self._uploads.settle_early(session.name)
-            if session.is_transferring or session.name not in self._journal.with_leftovers:
+            has_early = session.name in self._journal.with_early and session.seconds_to_transfer <= 0
+            if has_early and self._uploads.settle_early(session.name):
+                continue
+            if session.name not in self._journal.with_leftovers:
                 continue
             left = self._journal.leftovers(session.name)
             self._journal.with_leftovers.discard(session.name)

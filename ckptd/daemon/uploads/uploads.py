@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.records import SaveRow
+    from ckptd.core.model.records import ObjectRow, SaveRow
     from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadEarly, UploadLateFiles
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
@@ -206,16 +206,16 @@ class UploadManager:
             session.note_transfer_failed(error)
         self._wake()
 
-    def settle_early(self, remote: str) -> None:
-        """Hand objects that were sent early to the saves that have their files; take back those that no save
-        came of.
+    def settle_early(self, remote: str) -> bool:
+        """Hand objects that were sent early to the saves that have their files, and take back those that no
+        save came of; return whether that was started.
         """
         state, session = self._state, self._sessions[remote]
         rows = state.journal.objects(EARLY_ID, remote, ZERO)
         if not rows:
             state.journal.with_early.discard(remote)
         if not rows or state.is_first_scan:
-            return
+            return False
         writing = {folder_name(tag, 1, ZERO) for tag in state.folders.in_flight}
         folders = {row.key.partition("/")[0] for row in rows}
         owners = {
@@ -224,24 +224,30 @@ class UploadManager:
             if (folder := folder_name(one.save.tag, 1, ZERO)) in folders
             for file in one.save.files
         }
-        left = []
+        left: list[ObjectRow] = []
         for row in rows:
             owner = owners.get(row.key)
-            if owner is not None:
+            if owner is not None and row.proof is not None:
                 state.journal.adopt_early(owner.id, remote, row.key)
                 if state.uploads.record(owner.id, remote, ZERO).state is UploadState.COMMITTED:
                     state.journal.forget_objects(owner.id, remote, ZERO)
-            elif row.key.partition("/")[0] not in writing:
-                left.append((row.key, row.token))
+            elif owner is not None or row.key.partition("/")[0] not in writing:
+                left.append(row)
         if left:
-            order = m.TakeBack(uploads=tuple(left), node_id=session.settings.node_id)
-            session.start_transfer(order, partial(self._taken_back, remote, left), EARLY)
+            order = m.TakeBack(
+                uploads=tuple((row.key, row.token) for row in left if row.proof is None),
+                objects=tuple(row.key for row in left if row.key not in owners),
+                node_id=session.settings.node_id,
+            )
+            keys = [row.key for row in left]
+            session.start_transfer(order, partial(self._taken_back, remote, keys), EARLY)
+        return bool(left)
 
-    def _taken_back(self, remote: str, left: list[tuple[str, str]], answer: m.Answer) -> None:
+    def _taken_back(self, remote: str, keys: list[str], answer: m.Answer) -> None:
         session = self._sessions[remote]
         if isinstance(answer, m.Done):
-            self._state.journal.forget_early(remote, [key for key, _ in left])
-            log.info("%s: %d shards of a save that did not become whole were removed", remote, len(left))
+            self._state.journal.forget_early(remote, keys)
+            log.info("%s: shards of a save that did not become whole were removed", remote)
         elif isinstance(answer, m.Failed) and isinstance(answer.raised, errors.RemoteError):
             session.note_transfer_failed(answer.raised)
         elif isinstance(answer, m.Failed) and not session.is_cancelled:

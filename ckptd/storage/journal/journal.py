@@ -92,7 +92,7 @@ class Journal:
             _ = self.saves(), self.uploads(), self.open_deletions(), self.decisions()
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
             self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
-            early = "SELECT DISTINCT remote FROM objects WHERE save_id=? AND form NOT LIKE '%~'"
+            early = "SELECT DISTINCT remote FROM objects WHERE save_id=?"
             self.with_early: set[str] = {row[0] for row in self._db.execute(early, (EARLY,))}
         except BaseException:
             self._db.close()
@@ -306,18 +306,15 @@ class Journal:
 
     def adopt_early(self, save_id: int, remote: str, key: str) -> None:
         """Make an object that was sent early one of the save that has its file: known, and not believed."""
-        which = (EARLY, remote, key)
-        with self._transaction():
-            self._leave("save_id=? AND remote=? AND key=?", which)
-            self._db.execute(
-                "UPDATE OR REPLACE objects SET save_id=? "
-                "WHERE save_id=? AND remote=? AND key=? AND form NOT LIKE '%~'",
-                (save_id, *which),
-            )
+        self._db.execute(
+            "UPDATE OR IGNORE objects SET save_id=? WHERE save_id=? AND remote=? AND key=?",
+            (save_id, EARLY, remote, key),
+        )
+        self.forget_early(remote, [key])
 
     def forget_early(self, remote: str, keys: Iterable[str]) -> None:
         """Forget objects that were sent early: they are gone, never came, or a COMMIT lists them."""
-        query = "DELETE FROM objects WHERE save_id=? AND remote=? AND key=? AND form NOT LIKE '%~'"
+        query = "DELETE FROM objects WHERE save_id=? AND remote=? AND key=?"
         self._db.executemany(query, [(EARLY, remote, key) for key in keys])
 
     @whole

@@ -78,22 +78,23 @@ def _send(attached: AttachedRemote, order: EarlyRequest, root: int, control: Tra
 
 
 def take_back(attached: AttachedRemote, order: TakeBack, check: Callable[[], None]) -> None:
-    """Give up the uploads and remove their objects, but for those that a manifest lists.
+    """Give up half uploads, and remove objects that no manifest lists.
 
     Raises:
         RefusedError: another node has written there, or a manifest cannot be read.
     """
     store = attached.store
     still_ours(store, attached.identity)
+    for key, token in order.uploads:
+        store.discard(key, token)
     if node := _other_node(store, order.node_id):
         raise RefusedError(f"node {node} writes to {store.url}, too", hint="they cost room, nothing else")
-    for key, token in order.uploads:
+    for key in order.objects:
         check()
         damaged: list[str] = []
         listed = objects_of(known.manifest for known in read_generation(store, _generation(key), damaged))
         if damaged:
             raise RefusedError(f"{key} stays: {damaged[0]}", hint="see `ckptd verify`")
-        store.discard(key, token)
         if key not in listed:
             store.delete(key)
 

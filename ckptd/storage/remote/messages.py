@@ -360,11 +360,13 @@ class EarlyRequest(Model):
 
 
 class TakeBack(Model):
-    """Remove objects that were sent early for a save that never became whole, where no other node writes."""
+    """Remove what was sent early for a save that never became whole, where no other node writes."""
 
     op: Literal["take-back"] = "take-back"
-    uploads: tuple[tuple[str, str], ...]
-    """(key, token)."""
+    uploads: tuple[tuple[str, str], ...] = ()
+    """Half uploads to give up: (key, token)."""
+    objects: tuple[str, ...] = ()
+    """Keys of objects to remove, unless a manifest lists them."""
     node_id: str
 
 

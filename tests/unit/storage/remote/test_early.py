@@ -162,7 +162,7 @@ def test_a_cancelled_one_is_given_up(node: Node, tmp_path: Path) -> None:
         upload_early(there, early(node), control)
     assert moved
     assert held(there) is None
-    assert there.store.partial_bytes(KEY) == 0  # type: ignore[attr-defined]
+    assert there.store.partial_bytes(KEY) == 0
 
 
 def test_the_disk_is_not_read_for_it(node: Node, tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_disk_is_not_read_for_it(node: Node, tmp_path: Path) -> None:
 
 
 def back(node: Node) -> TakeBack:
-    return TakeBack(uploads=((KEY, ""),), node_id=f"id-{node.name}")
+    return TakeBack(uploads=((KEY, ""),), objects=(KEY,), node_id=f"id-{node.name}")
 
 
 def test_what_no_save_came_of_is_removed_and_what_is_listed_stays(node: Node, there: AttachedRemote) -> None:
