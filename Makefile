@@ -20,8 +20,6 @@ ARGS   ?=
 REMOTE ?= directory
 # Of a long run; what is left is gone on with by the next one.
 MINUTES ?= 30
-# Of `make nightly`, after the seeded defects.
-HOURS   ?= 8
 # Of `make powercuts`.
 FS      ?= ext4
 CUTS    ?= 200
@@ -256,13 +254,14 @@ sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--work
 	$(PY) -m tests.sim --seeds 600000-900000 --crashes 100000 --minutes $(MINUTES) $(ARGS)
 
 # Defects first: a night of runs that find nothing is worth what they are known to find.
-nightly: setup ## seeded defects, then 10,000,000 simulated crashes and 100,000 real SIGKILLs (HOURS=8; goes on where it was cut)
+nightly: MINUTES = 480
+nightly: setup ## seeded defects, then 10,000,000 simulated crashes and 100,000 real SIGKILLs (MINUTES=480; goes on where it was cut)
 	$(PY) -m tests.seeded --jobs 2
 	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/sim/test_lives.py tests/killpoints/test_killpoints.py -k "a_guard_taken_out or a_defect_that_is_put_in"
 	status=0; \
-	$(PY) -m tests.sim --seeds 10000000-10300000 --minutes $$((15 * $(HOURS))) $(ARGS) || status=1; \
-	$(PY) -m tests.sim --often --seeds 20000000-20080000 --crashes 10000000 --minutes $$((25 * $(HOURS))) $(ARGS) || status=1; \
-	$(PY) -m tests.killpoints.real --number 100000 --minutes $$((20 * $(HOURS))) || status=1; \
+	$(PY) -m tests.sim --seeds 10000000-10300000 --minutes $$(($(MINUTES) / 4)) $(ARGS) || status=1; \
+	$(PY) -m tests.sim --often --seeds 20000000-20080000 --crashes 10000000 --minutes $$((5 * $(MINUTES) / 12)) $(ARGS) || status=1; \
+	$(PY) -m tests.killpoints.real --number 100000 --minutes $$(($(MINUTES) / 3)) || status=1; \
 	exit $$status
 
 # A history of 64 nodes costs a core minutes: each part has MINUTES, and goes on where it was cut.

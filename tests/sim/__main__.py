@@ -74,7 +74,7 @@ def replay(seed: int, most_steps: int, *, is_often: bool = False) -> int:
 
 
 def command_of(seed: int, most_steps: int, *, is_often: bool) -> str:
-    """Replays a life."""
+    """Return the command that lives this life again."""
     return f"python -m tests.sim {seed} --steps {most_steps}{' --often' * is_often}"
 
 
@@ -135,8 +135,8 @@ def chunk(work: tuple[list[int], int, bool]) -> list[tuple[int, Outcome]]:
 def many(chosen: argparse.Namespace) -> int:
     """Live on all cores until the seeds or the time are used up."""
     first, last = (int(part) for part in chosen.seeds.split("-"))
-    name = "sim-often" if chosen.often else "sim"
-    kept = ROOT / ".build" / "sim" / f"{digest()}-{chosen.steps}{'-often' * chosen.often}.json"
+    name, option = ("sim-often", " --often") if chosen.often else ("sim", "")
+    kept = ROOT / ".build" / name / f"{digest()}-{chosen.steps}.json"
     known = Known(None if chosen.fresh else kept)
     left = [seed for seed in range(first, last) if seed not in known.done]
     works = [(left[at : at + CHUNK], chosen.steps, chosen.often) for at in range(0, len(left), CHUNK)]
@@ -149,16 +149,14 @@ def many(chosen: argparse.Namespace) -> int:
                 known.add(seed, outcome)
                 if outcome.broken is not None:
                     print(f"seed {seed} BROKEN {outcome.broken[:300]}")
-                    replay_command = command_of(seed, chosen.steps, is_often=chosen.often)
-                    print(f"replay: {replay_command}", flush=True)
+                    print("replay:", command_of(seed, chosen.steps, is_often=chosen.often), flush=True)
             known.seconds = before + time.monotonic() - started
             known.keep()
             is_enough = chosen.crashes is not None and known.crashes >= chosen.crashes
             if is_enough or time.monotonic() - started > 60 * chosen.minutes:
                 break
     enough = "" if chosen.crashes is None else f" --crashes {chosen.crashes}"
-    how = " --often" * chosen.often
-    command = f"python -m tests.sim{how} --seeds {chosen.seeds}{enough} --minutes {chosen.minutes:g}"
+    command = f"python -m tests.sim{option} --seeds {chosen.seeds}{enough} --minutes {chosen.minutes:g}"
     line = json.dumps(figures(known, name, command))
     place: Path = chosen.figures or ROOT / ".build" / "figures" / f"{name}.json"
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -274,7 +274,11 @@ def _twice(world: World, rng: random.Random) -> None:
 
 def _deaths(world: World, rng: random.Random) -> None:
     """One crash after the other, each a few calls after the start; a daemon at rest gets a new save first."""
-    trainer = world.trainer
+    trainer, before = world.trainer, world.crashes
+
+    def died_or_rests() -> bool:
+        return world.crashes > before or world.is_at_rest()
+
     for _ in range(rng.randint(1, MOST_DEATHS)):
         if trainer.is_writing:
             trainer.go_on(rng.randint(1, 20))
@@ -284,7 +288,7 @@ def _deaths(world: World, rng: random.Random) -> None:
         world.is_power_cut = rng.random() < 0.5
         before, calls = world.crashes, rng.randint(1, rng.choice((10, 60)))
         world.kernel.ends_at = world.kernel.calls + calls
-        world.live_on(DEATH_SECONDS, rng, lambda before=before: world.crashes > before or world.is_at_rest())
+        world.live_on(DEATH_SECONDS, rng, died_or_rests)
         if world.crashes == before:
             world.kernel.ends_at = None
             world.kill()

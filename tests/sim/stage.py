@@ -57,7 +57,7 @@ _known_facts: dict[tuple[str, bytes], FileFacts] = {}
 
 @lru_cache(maxsize=4096)
 def _read(kind: type[Model], data: bytes | str) -> Model:
-    """A document is frozen: what was read once need not be read again after each crash."""
+    """Parse a document. It is frozen, so that one that was read need not be parsed after each crash."""
     return kind.__pydantic_validator__.validate_json(data)  # type: ignore[no-any-return]
 
 
@@ -267,7 +267,7 @@ class Stage:
         for name, call in on_disk.items():
             for module in [m for n, m in sys.modules.items() if n.startswith("ckptd") and name in vars(m)]:
                 self._plan(module, name, call)
-        self._plan(Model, "model_validate_json", classmethod(_read))
+        self._plan(Model, "model_validate_json", classmethod(_read))  # type: ignore[arg-type]
         self._plan(sealer, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
         self._plan(inspect, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths))
