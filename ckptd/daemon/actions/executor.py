@@ -85,6 +85,8 @@ class PlanExecutor:
                 self._limits.share(starting=session)
             elif isinstance(action, a.UploadEarly):  # nobody waits behind what may as well come later
                 self._limits.uploads.leave([session])
+            else:
+                self._limits.cancel_early()
             return may_start
         if isinstance(action, a.Convert):
             return self._limits.conversions.may_start(self, self._wake)

@@ -21,6 +21,7 @@ import psutil
 
 from ckptd.base.process import limit_malloc
 from ckptd.config.budget import Division, divide, shortage
+from ckptd.core.policy.uploads import EARLY
 from ckptd.daemon.resources.disk_yield import DiskYield
 from ckptd.storage.child.slots import SlotPool
 
@@ -168,6 +169,12 @@ class HostLimits:
                 problems.clear("memory-short", "memory_budget")
             else:
                 problems.put("memory-short", "memory_budget", *found)
+
+    def cancel_early(self) -> None:
+        """Cancel what any job uploads of saves that are not whole yet: a whole one waits for its place."""
+        for session in self._sessions():
+            if session.uploading == EARLY:
+                session.cancel_transfer()
 
     def share(self, starting: RemoteSession | None = None) -> None:
         """Tell sessions that upload their part; one that is about to start hears it before its first byte.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import ObjectRow
-from ckptd.storage.journal.journal import Journal
+from ckptd.daemon.uploads.requests import _verified
+from ckptd.storage.journal.journal import EARLY, Journal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,4 +25,27 @@ def test_what_was_left_while_others_were_given_up_stays_on_the_list(tmp_path: Pa
     _half(journal, 2, "b/y", "16:upload-b")
     journal.forget_leftovers("s3", ordered)
     assert journal.leftovers("s3") == [("b/y", "16:upload-b")]
+    journal.close()
+
+
+def test_what_was_sent_early_becomes_the_saves_and_is_not_believed(tmp_path: Path) -> None:
+    """It is known after a restart, too, and never among what an upload need not look at."""
+    row = ObjectRow(key="a/x", bytes=100, flushed_bytes=100, crc64="0" * 16, proof="none")
+    journal = Journal(tmp_path / "journal.db")
+    for key in ("a/x", "a/y"):
+        journal.put_object(EARLY, "s3", "zero", row.model_copy(update={"key": key}))
+    journal.close()
+    journal = Journal(tmp_path / "journal.db")
+    assert journal.with_early == {"s3"}
+    journal.adopt_early(7, "s3", "a/x")
+    assert journal.objects(7, "s3", "zero") == [row]
+    assert _verified(journal.objects(7, "s3", "zero")) == ()
+    verified = row.model_copy(update={"proof": "read-back"})
+    journal.put_object(7, "s3", "zero", verified)
+    journal.put_object(EARLY, "s3", "zero", row)
+    journal.adopt_early(7, "s3", "a/x")
+    assert journal.objects(7, "s3", "zero") == [verified], "what was proved since stays proved"
+    assert [one.key for one in journal.objects(EARLY, "s3", "zero")] == ["a/y"]
+    journal.forget_early("s3", ["a/y"])
+    assert journal.objects(EARLY, "s3", "zero") == []
     journal.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.config.schema import DaemonConfig
 from ckptd.config.timetable import Timetable, parse_timetable
+from ckptd.core.policy.uploads import EARLY
 from ckptd.daemon.resources.limits import HostLimits, Slots, shares
 from ckptd.storage.stores.rate_limit import RateLimiter
 
@@ -142,6 +145,18 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
     assert found == [[None, None], [45, 45], [80, 10], [45, 45], [None, None], [80, 10]]
     monkeypatch.undo()
     time.tzset()
+
+
+def test_what_is_uploaded_early_makes_room_for_a_save_that_is_whole() -> None:
+    """In whichever job: the place is asked for again in the next turn."""
+    cancelled: list[str] = []
+    links = [
+        SimpleNamespace(uploading=form, cancel_transfer=partial(cancelled.append, form or "a removal"))
+        for form in (EARLY, "zero", None)
+    ]
+    sessions = cast("list[RemoteSession]", links)
+    HostLimits(DaemonConfig(), lambda: sessions, lambda: 0, remotes=list).cancel_early()
+    assert cancelled == [EARLY]
 
 
 def test_lanes_of_one_remote_share_its_part() -> None:
