@@ -108,7 +108,8 @@ def lived(seed: int) -> None:
         for number in range(rng.randint(2, 4)):
             step = 10 * (number + 1)
             world.trainer.begin(step, rng)
-            if rng.random() < 0.5:
+            is_torn = rng.random() < 0.5
+            if is_torn:
                 for _ in range(rng.randint(1, 60)):
                     world.trainer.go_on(1)
                     world.move(rng)
@@ -123,7 +124,7 @@ def lived(seed: int) -> None:
                 world.kernel.ends_at = world.kernel.calls + rng.randint(1, 60)
             beside(world, rng)
             world.live_on(rng.uniform(0.0, 6.0), rng)
-            if rng.random() < 0.3:
+            if not is_torn and rng.random() < 0.3:
                 world.trainer.begin(step, rng)
                 beside(world, rng)
             world.look()
