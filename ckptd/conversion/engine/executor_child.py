@@ -260,11 +260,8 @@ class Execution:
         self._manifest(description)
         own(self.out_fd, self.request.gid, self.request.folder_mode)
         for folder in self.folders.made():
-            fd = files.open_dir_beneath(self.out_fd, folder)
-            try:
+            with files.opened_dir(folder, self.out_fd) as fd:
                 files.fsync_dir(fd)
-            finally:
-                os.close(fd)
         files.fsync_dir(self.out_fd)
 
     def _manifest(self, data: bytes) -> None:
