@@ -430,9 +430,9 @@ def test_every_output_and_folder_is_flushed_and_then_named(
         real_rename(name, path, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
         flushed.discard(os.stat(os.path.dirname(path) or ".", dir_fd=dst_dir_fd).st_ino)
 
+    work = _planned(made, tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", rename)
-    work = _planned(made, tmp_path)
     execution, fds = _execution(made, work, 3)
     execution.run()
     for fd in fds:
