@@ -378,7 +378,7 @@ def _start_executor() -> subprocess.Popen[bytes]:
 
 
 def _threads(budget_bytes: int) -> int:
-    """Copying threads: more hide the disk's latency, also on few cores; each holds a window of dirty pages."""
+    """Copying threads: more hide latency, also on few cores, but each holds a window of dirty pages."""
     return max(1, min(MAX_THREADS, (budget_bytes - (48 << 20)) // (32 << 20)))
 
 
