@@ -24,6 +24,7 @@ from ckptd.storage.stores.directory import DirectoryStore
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import OPTIONS, cli, content, until
 from tests.stores.scene import Node
+from tests.support.processes import is_running
 from tests.support.real import REPOSITORY
 
 pytestmark = [pytest.mark.faults]
@@ -60,14 +61,7 @@ class Slurm:
 
     def running(self) -> list[int]:
         """Those whose script is not over."""
-        return [job for job in self.jobs if _state_of(job) not in ("", "Z")]
-
-
-def _state_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    except FileNotFoundError:
-        return ""
+        return [job for job in self.jobs if is_running(job)]
 
 
 @pytest.fixture

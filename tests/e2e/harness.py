@@ -273,14 +273,6 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def is_running(pid: int) -> bool:
-    """True while the process is there and no zombie."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text() and os.path.exists(f"/proc/{pid}")
-    except OSError:
-        return False
-
-
 def same_bytes(node_: Node, folder: str, run: Recipe, step: int) -> bool:
     """True when a folder in the NAS holds exactly the shards of that save."""
     source = save_dir_of(run) / f"global_step{step}"

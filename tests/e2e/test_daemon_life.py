@@ -17,11 +17,11 @@ from tests.e2e.harness import (
     RUN,
     Node,
     children_of,
-    is_running,
     made_before,
     node,
     same_bytes,
 )
+from tests.support.processes import wait_gone
 from tests.support.real import save_dir_of
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -75,10 +75,7 @@ def test_killed_during_an_upload(tmp_path: Path, after_bytes: int) -> None:
         here.wait("bytes under way", lambda: _bytes_in(here.nas) >= after_bytes)
         children = children_of(here.processes[-1].pid)
         here.kill()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while any(map(is_running, children)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(map(is_running, children))
+        wait_gone(children)
         assert not here.commits()
         whole = {p: p.stat().st_mtime_ns for p in here.nas.rglob("*states.pt") if p.stat().st_size}
 

@@ -8,6 +8,7 @@ tests/releases/kills.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from tests.engines.rows import writer
 from tests.releases.kills import LAYOUTS, START_SECONDS, Tally, cut, judge, returned
 from tests.support import ranks
+from tests.support.processes import wait_gone
 
 RECIPE = LAYOUTS["stage3"]
 ENGINES = {"decoupled": writer("python", decoupled=True), "fast": writer("fast")}
@@ -74,12 +76,9 @@ def _children_of(pid: int) -> list[int]:
 
 def _end(pid: int) -> None:
     """Kill a process that a rank started, and wait until it is gone."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-            time.sleep(0.002)
-    except (ProcessLookupError, FileNotFoundError):
-        return
+    wait_gone([pid])
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from ckptd.errors import BehindError, NoSpaceError, TargetExists
 from ckptd.maintenance.inspection import inspect_folder
 from ckptd.storage.local.scan import scan
 from tests.faults import dying
+from tests.support.processes import state_of, wait_gone
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Shapes, write_stage3, write_stage12
 
@@ -166,21 +167,10 @@ def test_a_parent_killed_from_outside_leaves_no_child(scene: Scene, tmp_path: Pa
         born = psutil.Process(parent.pid).children(recursive=True)
         parent.kill()
     assert born
-    deadline = time.monotonic() + 200
-    while (left := [p for p in born if is_running(p)]) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not left
+    wait_gone(child.pid for child in born)
     assert not scene.is_nothing_or_whole()
     scene.convert()
     scene.is_whole_and_tidy()
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Not gone, and no zombie that nobody reaps."""
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("scene", ["stage2"], indirect=True)
@@ -278,11 +268,6 @@ def test_a_planner_is_not_stopped_before_it_dies_with_its_parent() -> None:
 def _wait_for_state(pid: int, *wanted: str) -> None:
     """Until a process is in one of these states; "": it is gone."""
     deadline = time.monotonic() + 30
-    state = None
-    while state not in wanted:
+    while (state := state_of(pid)) not in wanted:
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            state = ""

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ckptd.conversion.engine.supervisor import convert
@@ -18,6 +17,7 @@ from ckptd.conversion.options import ConvertOptions
 from ckptd.errors import CkptdError
 from ckptd.maintenance.inspection import inspect_folder
 from tests.faults.test_convert_killed import GROUPS, tree
+from tests.support.processes import kill_with_children
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import write_stage3
 
@@ -38,10 +38,7 @@ def killed(arguments: list[str], seconds: float) -> bool:
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        parent = psutil.Process(process.pid)
-        for one in (*parent.children(recursive=True), parent):
-            one.kill()
-        process.wait()
+        kill_with_children(process)
         return True
     return False
 

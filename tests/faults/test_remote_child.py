@@ -38,6 +38,7 @@ from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import FOR_SERVERS, clean_environment
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.stores.scene import OPTIM, Node, archive
+from tests.support.processes import wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -358,17 +359,9 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
         if how == "killed parent":
             parent.kill()
             parent.wait()
-        wait_until(lambda: not _is_running(child))  # noqa: B023
+        wait_gone([child])
         parent.kill()
         parent.wait()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stream:
-            return stream.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
 
 
 def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

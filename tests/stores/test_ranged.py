@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from bench import sparse
@@ -34,6 +32,7 @@ from tests.e2e.test_resume_real import ckptd
 from tests.stores import servers
 from tests.stores.proxy import proxy
 from tests.stores.sshd import needs_sshd, sshd
+from tests.support.processes import kill_with_children
 from tests.support.real import REPOSITORY, Recipe, prepare, save_dir_of
 
 MIB = 1 << 20
@@ -313,8 +312,7 @@ def test_killed_in_the_middle_and_run_again(stored: Path, saves: Path, tmp_path:
     end = time.monotonic() + 200
     while sum(len(names) for _, _, names in os.walk(out)) < 20 and time.monotonic() < end:
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    kill_with_children(process)
     left = set(content(out))
     assert len(left) > 15
     assert not {"latest_universal", "u/ckptd.json"} & left
@@ -400,10 +398,7 @@ def test_no_upload_stays_open_after_a_kill(
         end = time.monotonic() + 200
         while not with_parts() and time.monotonic() < end:
             time.sleep(0.005)
-        children = psutil.Process(process.pid).children(recursive=True)
-        for one in (process.pid, *(child.pid for child in children)):
-            os.kill(one, signal.SIGKILL)
-        process.wait()
+        kill_with_children(process)
         assert with_parts()
         between.latency_seconds = 0.0
         done = cli(save, url(f"{out}/u"))

@@ -24,10 +24,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import psutil
-
 from ckptd.base import extents
 from tests.support.known_saves import tree
+from tests.support.processes import kill_with_children
 from tests.vm.cuts import BUILD, REMOVAL, Cut, Record
 from tests.vm.defects import DEFECTS, plant
 from tests.vm.disks import Lost
@@ -313,12 +312,8 @@ class Rig:
 
     def _end_processes(self) -> None:
         """Kill daemon and trainer with their children, as a power cut does."""
-        victims = [psutil.Process(p.pid) for p in self._running if p.poll() is None]
-        for victim in [child for v in victims for child in v.children(recursive=True)] + victims:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
         for process in self._running:
-            process.wait(SILENT_SECONDS)
+            kill_with_children(process)
         self._running.clear()
 
     def settle(self) -> list[str]:
