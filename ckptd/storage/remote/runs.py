@@ -17,14 +17,14 @@ from ckptd.core.policy.leases import (
     numbered,
 )
 from ckptd.errors import RemoteError
-from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptd.core.model.runs import Claim
-    from ckptd.storage.stores.base import Store
+    from ckptd.storage.remote.documents import DocumentCache
+    from ckptd.storage.stores.base import ObjectInfo, Store
 
 # --- rows of numbered documents --------------------------------------------------------------------------
 
@@ -60,15 +60,14 @@ def append_row(
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ...]:
-    """Return every row, in order of number.
+def read_runs(store: Store, cache: DocumentCache, listed: Iterable[ObjectInfo]) -> tuple[Row, ...]:
+    """Return those rows, in order of number.
 
     Raises:
         DocumentDamaged, RefusedError: one cannot be read; whose turn it is, is not known then.
     """
-    cache = DocumentCache() if cache is None else cache
     found = []
-    for info in store.list(RUNS):
+    for info in listed:
         number = number_of(RUNS, info.key)
         read = cache.get(store, info, Row) if number else None
         if read is not None:
