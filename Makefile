@@ -55,7 +55,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-lastbyte bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim fleet seeded slurm figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-lastbyte bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim nightly fleet seeded slurm figures house pictures man dist release docs \
         system-packages rgw-packages vm-packages slurm-packages clean
 
 help: ## this list
@@ -252,6 +252,17 @@ faults-full: setup ## every kill point and error, real kills, the long tests (MI
 # Seeds that no default run takes; what was lived with this very code counts, so a run that was cut goes on.
 sim: setup ## 100,000 simulated crashes and power cuts (MINUTES=30, ARGS="--workers 3"); then `make figures`
 	$(PY) -m tests.sim --seeds 600000-900000 --crashes 100000 --minutes $(MINUTES) $(ARGS)
+
+# Defects first: a night of runs that find nothing is worth what they are known to find.
+nightly: MINUTES = 480
+nightly: setup ## seeded defects, then 10,000,000 simulated crashes and 100,000 real SIGKILLs (MINUTES=480; goes on where it was cut)
+	$(PY) -m tests.seeded --jobs 2
+	CKPTD_FULL=1 $(PY) -m pytest --timeout 7200 tests/sim/test_lives.py tests/killpoints/test_killpoints.py -k "a_guard_taken_out or a_defect_that_is_put_in"
+	status=0; \
+	$(PY) -m tests.sim --seeds 10000000-10300000 --minutes $$(($(MINUTES) / 4)) $(ARGS) || status=1; \
+	$(PY) -m tests.sim --often --seeds 20000000-20080000 --crashes 10000000 --minutes $$((5 * $(MINUTES) / 12)) $(ARGS) || status=1; \
+	$(PY) -m tests.killpoints.real --number 100000 --minutes $$(($(MINUTES) / 3)) || status=1; \
+	exit $$status
 
 # A history of 64 nodes costs a core minutes: each part has MINUTES, and goes on where it was cut.
 fleet: setup ## simulated nodes: 10,000 histories of <= 8, 100 of 64 x 50, one of 64 x 1,000 (MINUTES=30 for each, ARGS="--workers 3")

@@ -7,6 +7,7 @@ is deleted here that could not come back.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 ROOT = "_ckptd"
@@ -59,6 +60,7 @@ def decode_name(name: str) -> str:
     return unquote(name)
 
 
+@lru_cache(maxsize=1024)
 def tag_problem(tag: str) -> str | None:
     """Return why a tag cannot be uploaded; None when it can."""
     if "/" in tag:

@@ -116,7 +116,7 @@ def opened_ours(path: Path, *, create_mode: int | None = None) -> Iterator[int]:
     """
     parts = path.parts
     first = next((i for i, part in enumerate(parts) if _is_ours(part)), len(parts) - 1)
-    fd = os.open(Path(*parts[:first]), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(os.path.join("", *parts[:first]) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts[first:]:
             if create_mode is not None:

@@ -191,7 +191,8 @@ def _ages(daemon: subprocess.Popen[bytes]) -> Sizes:
 
 
 def lives(found: Sizes, number: int) -> list[tuple[Victim, ...]]:
-    """So many deaths, three for each life: half of them evenly over all calls, half at any moment."""
+    """So many deaths, three for each life: half of them evenly over all calls (beside others, where there are
+    fewer calls than deaths), half at any moment."""
     rng = random.Random(SEED)
     columns = []
     for run in range(1, SAVES + 1):
@@ -206,7 +207,8 @@ def lives(found: Sizes, number: int) -> list[tuple[Victim, ...]]:
             for _, who in zip(range(number), itertools.cycle(MODULES), strict=False)
         ]
         half = number // SAVES // 2 + 1
-        column = [*rng.sample(calls, min(half, len(calls))), *moments[:half]]
+        at_calls = itertools.islice(itertools.cycle(rng.sample(calls, len(calls))), half)
+        column = [*at_calls, *moments[:half]]
         rng.shuffle(column)
         columns.append(column)
     return [tuple(drawn) for drawn in zip(*columns, strict=True)]

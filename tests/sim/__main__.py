@@ -35,22 +35,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--crashes", type=int, default=None, help="end when so many crashes add up")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--steps", type=int, default=40, help="most steps of a life")
+    parser.add_argument("--often", action="store_true", help="the daemon dies some times after each step")
     parser.add_argument(
         "--fresh", action="store_true", help="neither go on with earlier runs nor be gone on with"
     )
-    parser.add_argument("--figures", type=Path, default=ROOT / ".build" / "figures" / "sim.json")
+    parser.add_argument("--figures", type=Path, help="where the last line goes, else .build/figures")
     parser.add_argument("--digests", action="store_true", help="one line of seed and history digest per life")
     chosen = parser.parse_args(arguments)
     if chosen.seed is not None:
-        return replay(chosen.seed, chosen.steps)
+        return replay(chosen.seed, chosen.steps, is_often=chosen.often)
     if not chosen.seeds:
         parser.error("give a SEED or --seeds A-B")
     return many(chosen)
 
 
-def replay(seed: int, most_steps: int) -> int:
+def replay(seed: int, most_steps: int, *, is_often: bool = False) -> int:
     """Live one life; one that breaks a promise is shortened and shown."""
-    life = drawn(seed, most_steps)
+    life = drawn(seed, most_steps, dies_often=is_often)
     outcome = live(life)
     if outcome.broken is None:
         print(f"seed {seed}: {outcome.steps} steps, {outcome.crashes} crashes, digest {outcome.digest[:16]}")
@@ -68,8 +69,13 @@ def replay(seed: int, most_steps: int) -> int:
     print("timeline:")
     for number, line in enumerate(again.history[-SHOWN_LINES:], max(0, len(again.history) - SHOWN_LINES)):
         print(f"{number:6} | {line}")
-    print(f"replay: python -m tests.sim {seed} --steps {most_steps}")
+    print(f"replay: {command_of(seed, most_steps, is_often=is_often)}")
     return 1
+
+
+def command_of(seed: int, most_steps: int, *, is_often: bool) -> str:
+    """Return the command that lives this life again."""
+    return f"python -m tests.sim {seed} --steps {most_steps}{' --often' * is_often}"
 
 
 def digest() -> str:
@@ -115,12 +121,12 @@ class Known:
         beside.replace(self._path)
 
 
-def chunk(work: tuple[list[int], int]) -> list[tuple[int, Outcome]]:
+def chunk(work: tuple[list[int], int, bool]) -> list[tuple[int, Outcome]]:
     """Some lives, without their histories."""
-    seeds, most_steps = work
+    seeds, most_steps, is_often = work
     found = []
     for seed in seeds:
-        outcome = live(drawn(seed, most_steps))
+        outcome = live(drawn(seed, most_steps, dies_often=is_often))
         outcome.history = []
         found.append((seed, outcome))
     return found
@@ -129,9 +135,11 @@ def chunk(work: tuple[list[int], int]) -> list[tuple[int, Outcome]]:
 def many(chosen: argparse.Namespace) -> int:
     """Live on all cores until the seeds or the time are used up."""
     first, last = (int(part) for part in chosen.seeds.split("-"))
-    known = Known(None if chosen.fresh else ROOT / ".build" / "sim" / f"{digest()}-{chosen.steps}.json")
+    name, option = ("sim-often", " --often") if chosen.often else ("sim", "")
+    kept = ROOT / ".build" / name / f"{digest()}-{chosen.steps}.json"
+    known = Known(None if chosen.fresh else kept)
     left = [seed for seed in range(first, last) if seed not in known.done]
-    works = [(left[at : at + CHUNK], chosen.steps) for at in range(0, len(left), CHUNK)]
+    works = [(left[at : at + CHUNK], chosen.steps, chosen.often) for at in range(0, len(left), CHUNK)]
     before, started = known.seconds, time.monotonic()
     with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
         for results in pool.imap_unordered(chunk, works):
@@ -141,25 +149,26 @@ def many(chosen: argparse.Namespace) -> int:
                 known.add(seed, outcome)
                 if outcome.broken is not None:
                     print(f"seed {seed} BROKEN {outcome.broken[:300]}")
-                    print(f"replay: python -m tests.sim {seed} --steps {chosen.steps}", flush=True)
+                    print("replay:", command_of(seed, chosen.steps, is_often=chosen.often), flush=True)
             known.seconds = before + time.monotonic() - started
             known.keep()
             is_enough = chosen.crashes is not None and known.crashes >= chosen.crashes
             if is_enough or time.monotonic() - started > 60 * chosen.minutes:
                 break
     enough = "" if chosen.crashes is None else f" --crashes {chosen.crashes}"
-    command = f"python -m tests.sim --seeds {chosen.seeds}{enough} --minutes {chosen.minutes:g}"
-    line = json.dumps(figures(known, command))
-    chosen.figures.parent.mkdir(parents=True, exist_ok=True)
-    chosen.figures.write_text(line + "\n")
+    command = f"python -m tests.sim{option} --seeds {chosen.seeds}{enough} --minutes {chosen.minutes:g}"
+    line = json.dumps(figures(known, name, command))
+    place: Path = chosen.figures or ROOT / ".build" / "figures" / f"{name}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(line + "\n")
     print(line)
     return 1 if known.broken else 0
 
 
-def figures(known: Known, command: str) -> dict[str, Any]:
+def figures(known: Known, name: str, command: str) -> dict[str, Any]:
     """What is reported of a run."""
     return {
-        "name": "sim",
+        "name": name,
         "command": command,
         "runs": len(known.done),
         "crashes": known.crashes,

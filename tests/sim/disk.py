@@ -21,8 +21,8 @@ class Inode:
     """A file or a folder; `saved`: which of the trainer's files it is, as (save, path)."""
 
     __slots__ = (
-        "changed_ns", "data", "dev", "disk", "durable", "entries", "flushed", "ino", "is_dirty", "lock",
-        "mode", "parent", "saved", "written_ns",
+        "changed_ns", "data", "dev", "disk", "durable", "entries", "flushed", "ino", "is_dirty", "is_folder",
+        "lock", "mode", "parent", "saved", "written_ns",
     )  # fmt: skip
 
     def __init__(self, disk: Disk, ino: int, mode: int, now_ns: int) -> None:
@@ -30,6 +30,8 @@ class Inode:
         self.dev = disk.dev
         self.ino = ino
         self.mode = mode
+        self.is_folder = stat.S_ISDIR(mode)
+        """A folder, not a file."""
         self.written_ns = self.changed_ns = now_ns
         self.data = bytearray()
         self.flushed: tuple[bytes, int, int] = (b"", now_ns, now_ns)
@@ -41,11 +43,6 @@ class Inode:
         self.parent: Inode | None = None
         self.lock: int | None = None
         self.saved: tuple[int, str] | None = None
-
-    @property
-    def is_folder(self) -> bool:
-        """A folder, not a file."""
-        return stat.S_ISDIR(self.mode)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -358,8 +358,9 @@ class Judge:
             self.say("P1", f"{path} is removed without a line in audit.jsonl")
 
     def _lines(self) -> list[Any]:
-        # what a full disk or a power cut left of one is no line
-        return [self._json(row, "audit.jsonl") for row in self._audit().splitlines() if row.endswith(b"}")]
+        # what a full disk or a power cut left of one is no line: cut, or a block of it zeroed
+        rows = (row for row in self._audit().splitlines() if row.endswith(b"}") and b"\0" not in row)
+        return [self._json(row, "audit.jsonl") for row in rows]
 
     def on_write(self, _: Inode, path: str) -> None:
         """ckptd writes or makes something (P11)."""

@@ -11,7 +11,7 @@ import io
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.sim.disk import Disk, Inode
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FIRST_FD = 1 << 20
 ROOT = "/sim"
+_BELOW = "/sim/"
 EPOCH_SECONDS = 1_750_000_000.0
 CAPACITY_BYTES = 1 << 30
 
@@ -58,24 +59,27 @@ class Entries(list[Entry]):
         return None
 
 
-class Status:
+class Status(NamedTuple):
     """A stat result."""
 
-    __slots__ = (
-        "st_blocks", "st_ctime_ns", "st_dev", "st_gid", "st_ino", "st_mode", "st_mtime_ns", "st_nlink",
-        "st_size", "st_uid",
-    )  # fmt: skip
+    st_ino: int
+    st_mode: int
+    st_dev: int
+    st_size: int
+    st_mtime_ns: int
+    st_ctime_ns: int
+    st_nlink: int = 1
+    st_uid: int = 0
+    st_gid: int = 0
 
-    def __init__(self, inode: Inode) -> None:
-        self.st_mode = inode.mode
-        self.st_ino = inode.ino
-        self.st_dev = inode.dev
-        self.st_nlink = 1
-        self.st_uid = self.st_gid = 0
-        self.st_size = len(inode.data)
-        self.st_blocks = -(-self.st_size // 4096) * 8
-        self.st_mtime_ns = inode.written_ns
-        self.st_ctime_ns = inode.changed_ns
+    @property
+    def st_blocks(self) -> int:
+        """In units of 512 bytes."""
+        return -(-self.st_size // 4096) * 8
+
+
+def _status(inode: Inode) -> Status:
+    return Status(inode.ino, inode.mode, inode.dev, len(inode.data), inode.written_ns, inode.changed_ns)
 
 
 class Space:
@@ -162,7 +166,7 @@ class Kernel:
         text = path if type(path) is str else os.fspath(path)  # type: ignore[call-overload]
         if dir_fd is not None and text[:1] != "/":
             return dir_fd >= FIRST_FD
-        return bool(text == ROOT or text.startswith(ROOT + "/"))
+        return bool(text.startswith(_BELOW) or text == ROOT)
 
     def _place(self, path: object, dir_fd: int | None) -> tuple[Disk, Inode, str, str]:
         """(disk, folder, last name, whole path); the name is "." for a root."""
@@ -346,13 +350,13 @@ class Kernel:
             return self.fstat(path)
         if not self.is_ours(path, dir_fd):
             return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
-        return Status(self._find(path, dir_fd)[0])
+        return _status(self._find(path, dir_fd)[0])
 
     def lstat(self, path: Any, *, dir_fd: int | None = None) -> Any:
         return self.stat(path, dir_fd=dir_fd, follow_symlinks=False)
 
     def fstat(self, fd: int) -> Any:
-        return os.fstat(fd) if fd < FIRST_FD else Status(self._fd(fd).inode)
+        return os.fstat(fd) if fd < FIRST_FD else _status(self._fd(fd).inode)
 
     def _names(self, path: Any) -> list[str]:
         inode, shown = (self._fd(path).inode, "") if isinstance(path, int) else self._find(path, None)

@@ -33,6 +33,9 @@ SOMETIMES = (
 )  # fmt: skip
 RUNS = ("other", "other", "other", "anew")
 """Another run commits into the same remotes; the training begins anew in the same place."""
+MOST_DEATHS = 12
+"""In a row, in a life of many deaths."""
+DEATH_SECONDS = 10.0
 SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
 """Backoffs of a remote that was away last a minute at most, a save in flight holds things up for another."""
@@ -69,13 +72,17 @@ class Outcome:
     kinds: Counter[str] = field(default_factory=Counter)
 
 
-def drawn(seed: int, most_steps: int = 40) -> Life:
-    """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds."""
+def drawn(seed: int, most_steps: int = 40, *, dies_often: bool = False) -> Life:
+    """The life of a seed: a configuration, a subset of the kinds of steps, and some steps of these kinds.
+
+    `dies_often`: after each of these steps the daemon dies some times more.
+    """
     rng = random.Random(seed)
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
     steps = steps if seed % 3 else with_runs(seed, steps)
+    steps = with_deaths(seed, steps) if dies_often else steps
     return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
 
 
@@ -86,6 +93,12 @@ def with_runs(seed: int, steps: Sequence[Step]) -> tuple[Step, ...]:
     for _ in range(rng.randint(1, 6)):
         found.insert(rng.randint(0, len(found)), Step(rng.choice(RUNS), rng.getrandbits(32)))
     return tuple(found)
+
+
+def with_deaths(seed: int, steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Deaths after each step: drawn apart as well."""
+    rng = random.Random(f"{seed}-deaths")
+    return tuple(one for step in steps for one in (step, Step("deaths", rng.getrandbits(32))))
 
 
 def job_of(rng: random.Random) -> JobConfig:
@@ -259,6 +272,29 @@ def _twice(world: World, rng: random.Random) -> None:
         _ends(world, rng, rng.randint(1, 12), power=rng.random() < 0.5)
 
 
+def _deaths(world: World, rng: random.Random) -> None:
+    """One crash after the other, each a few calls after the start; a daemon at rest gets a new save first."""
+    trainer, before = world.trainer, world.crashes
+
+    def died_or_rests() -> bool:
+        return world.crashes > before or world.is_at_rest()
+
+    for _ in range(rng.randint(1, MOST_DEATHS)):
+        if trainer.is_writing:
+            trainer.go_on(rng.randint(1, 20))
+        elif rng.random() < 0.3:
+            trainer.rotate(2)
+            trainer.remove_torn()
+        world.is_power_cut = rng.random() < 0.5
+        before, calls = world.crashes, rng.randint(1, rng.choice((10, 60)))
+        world.kernel.ends_at = world.kernel.calls + calls
+        world.live_on(DEATH_SECONDS, rng, died_or_rests)
+        if world.crashes == before:
+            world.kernel.ends_at = None
+            world.kill()
+            _save(world, rng)
+
+
 def _meanwhile(world: World, rng: random.Random) -> None:
     """The trainer goes on, or begins a save, in the middle of what ckptd does."""
     trainer, kernel = world.trainer, world.kernel
@@ -429,6 +465,7 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "kill-late": _kill_late,
     "power": _power,
     "twice": _twice,
+    "deaths": _deaths,
     "meanwhile": _meanwhile,
     "journal-lost": lambda world, _: _journal(world, garbage=False),
     "journal-garbage": lambda world, _: _journal(world, garbage=True),

@@ -16,9 +16,11 @@ import sys
 import time
 import types
 from concurrent.futures import Future
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ckptd.base import files, retry
+from ckptd.base.identity import Model
 from ckptd.conversion.engine import inspect, inspect_child
 from ckptd.core.model.facts import FileFacts
 from ckptd.daemon import job, loop
@@ -46,9 +48,17 @@ assert _store is not None
 SMALL_BYTES = 6000
 """Instead of 8 MiB, so that shards of a few pages count as large: windows, resumption and reading back."""
 WINDOW_BYTES = 4096
+_INHERITED = object()
+"""In the place of an attribute that its class has from another."""
 
 _known_facts: dict[tuple[str, bytes], FileFacts] = {}
 """An inspection is a function of name and bytes; lives share what they found."""
+
+
+@lru_cache(maxsize=4096)
+def _read(kind: type[Model], data: bytes | str) -> Model:
+    """Parse a document. It is frozen, so that one that was read need not be parsed after each crash."""
+    return kind.__pydantic_validator__.validate_json(data)  # type: ignore[no-any-return]
 
 
 class Inline:
@@ -257,6 +267,7 @@ class Stage:
         for name, call in on_disk.items():
             for module in [m for n, m in sys.modules.items() if n.startswith("ckptd") and name in vars(m)]:
                 self._plan(module, name, call)
+        self._plan(Model, "model_validate_json", classmethod(_read))  # type: ignore[arg-type]
         self._plan(sealer, "OpenWriters", lambda path: _Writers(path, has_open_writer))
         self._plan(journal, "connect", self.databases.connect)
         self._plan(inspect, "inspect_files", lambda folder, paths, **_: inspect_files(kernel, folder, paths))
@@ -279,7 +290,7 @@ class Stage:
 
     def enter(self) -> None:
         """From here on ckptd's modules live in the simulation."""
-        self._real = [(where, name, getattr(where, name)) for where, name, _ in self._put]
+        self._real = [(where, name, vars(where).get(name, _INHERITED)) for where, name, _ in self._put]
         for where, name, value in self._put:
             setattr(where, name, value)
         known = {"clock": self._clock.monotonic, "unix": self._clock.time, "sleep": self._clock.sleep}
@@ -290,7 +301,10 @@ class Stage:
     def leave(self) -> None:
         """The real world again."""
         for where, name, value in self._real:
-            setattr(where, name, value)
+            if value is _INHERITED:
+                delattr(where, name)
+            else:
+                setattr(where, name, value)
         for function, held in self._defaults:
             function.__kwdefaults__ = held
         retrying.Motion.__init__.__defaults__ = self._motion

@@ -41,6 +41,13 @@ def test_lives_with_crashes_at_every_call(tmp_path: Path) -> None:
     assert figures["violations"] == 0
 
 
+def test_a_daemon_that_dies_often_keeps_its_promises(tmp_path: Path) -> None:
+    done = simulated("--often", "--seeds", "0-3", "--steps", "16", "--figures", str(tmp_path / "sim.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "sim.json").read_text())
+    assert figures["crashes"] > 50 * figures["runs"]
+
+
 def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
     """Call for call, in two processes."""
     asked = ("--seeds", "7-9", "--digests", "--workers", "1", "--figures", str(tmp_path / "sim.json"))
@@ -49,6 +56,14 @@ def test_the_same_seed_is_the_same_life(tmp_path: Path) -> None:
     digests = [line for line in first.stdout.splitlines() if not line.startswith("{")]
     assert digests == [line for line in second.stdout.splitlines() if not line.startswith("{")]
     assert len(set(digests)) == 2
+
+
+def test_a_line_that_a_power_cut_tore_is_no_line() -> None:
+    """Of a line that lay on two blocks the cut may leave the second alone."""
+    world = World(1, job_config(((NAS, True, 1),), 1, "newest"))
+    whole = b'{"action": "prune"}'
+    with mock.patch.object(world.judge, "_audit", lambda: whole + b"\n" + bytes(40) + b'prune"}\n'):
+        assert world.judge._lines() == [json.loads(whole)]
 
 
 def test_another_run_in_the_same_remotes_is_left_alone() -> None:

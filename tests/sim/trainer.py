@@ -241,12 +241,28 @@ class Trainer:
         try:
             for save in here[: max(0, len(here) - keep)]:
                 save.is_gone = save.is_rotated = True
-                for path in kernel.listdir(f"{SAVE_DIR}/{save.tag}"):
-                    kernel.unlink(f"{SAVE_DIR}/{save.tag}/{path}")
-                kernel.rmdir(f"{SAVE_DIR}/{save.tag}")
-                self._on_step()
+                self._remove(save.tag)
         finally:
             kernel.actor = before
+
+    def remove_torn(self) -> None:
+        """Remove what no training could load, as whoever starts it again does; nothing is being written."""
+        kernel = self._kernel
+        before, kernel.actor = kernel.actor, "trainer"
+        try:
+            for tag in sorted({save.tag for save in self.saves} & set(kernel.listdir(SAVE_DIR))):
+                save = self.current(tag)
+                if save is not None and (save.is_gone or not save.is_finished):
+                    save.is_gone = True
+                    self._remove(tag)
+        finally:
+            kernel.actor = before
+
+    def _remove(self, tag: str) -> None:
+        for path in self._kernel.listdir(f"{SAVE_DIR}/{tag}"):
+            self._kernel.unlink(f"{SAVE_DIR}/{tag}/{path}")
+        self._kernel.rmdir(f"{SAVE_DIR}/{tag}")
+        self._on_step()
 
     def begin_anew(self) -> None:
         """Somebody removes all checkpoints and starts the training from its first step."""
@@ -259,10 +275,7 @@ class Trainer:
                 save.gone_seconds = kernel.now_seconds
             there = kernel.listdir(SAVE_DIR)
             for tag in sorted({save.tag for save in self.saves} & set(there)):
-                for path in kernel.listdir(f"{SAVE_DIR}/{tag}"):
-                    kernel.unlink(f"{SAVE_DIR}/{tag}/{path}")
-                kernel.rmdir(f"{SAVE_DIR}/{tag}")
-                self._on_step()
+                self._remove(tag)
             if "latest" in there:
                 kernel.unlink(f"{SAVE_DIR}/latest")
         finally:

@@ -22,7 +22,7 @@ HEAD = (
     "| fault | run | runs | deaths | violations | seconds | command | date | code |\n"
     "|---|---|---|---|---|---|---|---|---|"
 )
-WITHOUT_NUMBER = {"sim": "F3"}
+WITHOUT_NUMBER = {"sim": "F3", "sim-often": "F3"}
 """Runs that name no fault."""
 SEEDED = "seeded"
 """Stands above its own table."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ckptd.base.identity import Model
@@ -71,6 +72,7 @@ _PATTERNS: tuple[tuple[re.Pattern[str], Role], ...] = (
 _EXPERT_OPTIMIZER = "expp_rank_"
 
 
+@lru_cache(maxsize=4096)
 def parse_shard_name(name: str) -> NamedShard | None:
     """Read a base name as a DeepSpeed shard; None when it is none.
 

@@ -121,7 +121,7 @@ class FolderListing:
         """Sum of file sizes."""
         return sum(f.identity.size_bytes for f in self.files)
 
-    @property
+    @cached_property
     def is_checkpoint(self) -> bool:
         """Tell whether the folder holds at least one shard and its name is not a derived form's."""
         return bool(self.shards) and not _DERIVED.search(self.tag)

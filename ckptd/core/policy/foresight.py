@@ -8,6 +8,7 @@ Nothing is done.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -329,6 +330,12 @@ class _Thought:
         save, remote = self.saves[action.save_id], self._remote(action.remote)
         name = (save.save.tag, action.generation, action.form)
         known = [c for c in remote.commits if (c.tag, c.generation, c.form) == name]
+        if not known and save.save.is_part and not self.view.is_spread:
+            # no node is known that could hold the rest: what it uploads waits for that, and is no COMMIT
+            waits = {"state": UploadState.WAITING, "retry_at_seconds": math.inf}
+            record = save.upload(remote.name, action.form).model_copy(update=waits)
+            self._change(save.id, uploads={**save.uploads, (remote.name, action.form): record})
+            return
         commit = known[0] if known else self._commit(save, remote, action)
         record = UploadRecord(
             remote=remote.name,

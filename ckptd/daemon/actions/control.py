@@ -141,10 +141,10 @@ class Control:
 
     def refresh(self, state_dir: Path) -> bool:
         """Read again what was written since; whether anything is new."""
-        news = False
+        news, folder = False, str(state_dir / FOLDER)
         for name in (PAUSE, DRAIN, REMOVE, PLAN):
             try:
-                status = os.stat(state_dir / FOLDER / name)
+                status = os.stat(f"{folder}/{name}")
             except (FileNotFoundError, NotADirectoryError):
                 self._unread.pop(name, None)
                 continue

@@ -43,6 +43,7 @@ from ckptd.daemon.health.stalls import (
 from ckptd.observe.logs import line_fields
 
 if TYPE_CHECKING:
+    from ckptd.core.completeness.judge import Verdict
     from ckptd.core.model.records import SaveRow
     from ckptd.core.policy.view import JobView, RemoteCommit
     from ckptd.daemon.health.watched_job import WatchedJob
@@ -241,13 +242,10 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
     for tag, verdict in state.folders.verdicts.items():
         reason = f"{tag}: {verdict.reason}"
         costs = f"{reason} ({size_of(cut_short.get(tag, 0))})"
-        aside = f"ckptd resume moves it aside, {removal(job, tag)} removes it"
-        if verdict.is_unread:
-            aside = what_reads_it(reason)
         if verdict.state is State.TORN_RESAVE:
-            see.see("torn-save", tag, costs, f"{aside}; an older checkpoint is used")
+            see.see("torn-save", tag, costs, f"{_aside(job, tag, verdict)}; an older checkpoint is used")
         elif verdict.state is State.INCOMPLETE:
-            see.see("incomplete-save", tag, costs, aside)
+            see.see("incomplete-save", tag, costs, _aside(job, tag, verdict))
         elif verdict.state is State.SUSPECT:
             accept, _ = way_out(job, state, tag)
             see.see(
@@ -259,6 +257,12 @@ def _see_verdicts(job: WatchedJob, state: JobState) -> None:
         elif verdict.state is State.REFUSED:
             _see_refused(see, tag, verdict.reason)
     _see_forms(job, state)
+
+
+def _aside(job: WatchedJob, tag: str, verdict: Verdict) -> str:
+    if verdict.is_unread:
+        return what_reads_it(f"{tag}: {verdict.reason}")
+    return f"ckptd resume moves it aside, {removal(job, tag)} removes it"
 
 
 def _see_refused(see: Problems, tag: str, why: str | None) -> None:

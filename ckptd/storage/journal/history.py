@@ -148,10 +148,18 @@ _SUM = "row_sum"
 
 
 def keep_sums(db: Connection) -> None:
-    """Make every change of a row through this connection change its checksum in the same transaction."""
+    """Compare the checksums of all rows, and make every change of a row through this connection change its
+    checksum in the same transaction.
+
+    Raises:
+        ValueError: a row is not what was written.
+    """
     db.create_function(_SUM, -1, _sum_of, deterministic=True)
     db.execute("PRAGMA temp_store=MEMORY")
     for table, columns in _tables(db).items():
+        query = f"SELECT count(*) FROM {table} WHERE {_SUM} IS NOT {_SUM}({columns})"  # noqa: S608 - names of ours
+        if wrong := db.execute(query).fetchone()[0]:
+            raise ValueError(f"{wrong} of the table {table}")
         for event in ("INSERT", f"UPDATE OF {columns}"):
             name = f"{table}_{event.split()[0]}"
             change = f"UPDATE {table} SET {_SUM}={_SUM}({columns}) WHERE rowid=NEW.rowid"  # noqa: S608 - names of ours
@@ -168,18 +176,6 @@ def add_sums(db: Connection) -> None:
     db.create_function(_SUM, -1, _sum_of, deterministic=True)
     for table, columns in _tables(db).items():
         db.execute(f"UPDATE {table} SET {_SUM}={_SUM}({columns})")  # noqa: S608 - names of ours
-
-
-def compare_sums(db: Connection) -> None:
-    """Compare the checksums of all rows.
-
-    Raises:
-        ValueError: one is not what was written.
-    """
-    for table, columns in _tables(db).items():
-        query = f"SELECT count(*) FROM {table} WHERE {_SUM} IS NOT {_SUM}({columns})"  # noqa: S608 - names of ours
-        if wrong := db.execute(query).fetchone()[0]:
-            raise ValueError(f"{wrong} of the table {table}")
 
 
 def _tables(db: Connection) -> dict[str, str]:

@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ckptd.errors import JournalDamaged, JournalFailed, StorageError
-from ckptd.storage.journal.history import add_sums, compare_sums, keep_sums
+from ckptd.storage.journal.history import add_sums, keep_sums
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -215,4 +215,3 @@ def prepare(db: Database) -> None:
             add_sums(db)
             db.execute(f"PRAGMA user_version={SCHEMA}")
     keep_sums(db)
-    compare_sums(db)

@@ -121,6 +121,18 @@ def test_another_remote_counts_as_these_keys_say_not_as_the_view_does() -> None:
     assert (gone(here, 0), new.before, new.held) == (three, (0, 0), ((4, 400),))
 
 
+def test_a_part_whose_rest_no_other_node_can_hold_is_not_committed() -> None:
+    """As a save that a death cut short: it waits for the shards of others, as long as it lies here."""
+    view = job(2)
+    part = sealed(1).model_copy(update={"is_part": True})
+    view = replace(view, saves=(save_view(1, part, committed=False), *view.saves[1:]))
+    view = replace(view, remotes=(replace(view.remotes[0], commits=view.remotes[0].commits[1:]),))
+    keys = keys_of(RetentionPolicy(), RetentionPolicy())
+    for is_spread, held in ((False, (1, 2)), (True, (2, 3))):
+        _, there = foresee(replace(view, is_spread=is_spread), keys, 1)
+        assert tuple(count for count, _ in there.held) == held
+
+
 def test_what_was_there_before_is_deleted_once_existing_says_all() -> None:
     """Until then it stays, though it is committed."""
     limit = RetentionPolicy(save_total_limit=1)
