@@ -15,7 +15,6 @@ from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
 from ckptd.core.model.manifest import to_bytes
 from ckptd.maintenance.check import requests_at_rest, requests_row
 from ckptd.storage.child.service import Service
-from ckptd.storage.remote import heartbeats
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.heartbeats import READ_AGAIN_SECONDS
 from ckptd.storage.stores.access import Access
@@ -73,7 +72,7 @@ def test_a_node_at_rest_asks_what_check_says(
 ) -> None:
     """A real child at a directory, its clock a minute on at each look; each other node beats each minute."""
     now = [1e6]
-    monkeypatch.setattr(heartbeats.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("ckptd.storage.remote.heartbeats.time.monotonic", lambda: now[0])
     answers: list[m.Answer] = []
     service = Service(lambda _order_id, answer: answers.append(answer), window_bytes=1 << 20)
     place = tmp_path / "nas"
