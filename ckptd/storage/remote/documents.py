@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -89,6 +90,11 @@ class Documents:
     def live(self) -> list[CommitView]:
         """Return the COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
         return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
+
+
+def now_utc() -> str:
+    """Return the present as documents say it: RFC 3339, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def stem_of(document: Commit | NodeManifest | TombstoneHeader | Lease) -> Stem:

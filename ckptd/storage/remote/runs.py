@@ -6,7 +6,6 @@ wins, and both read back who. Shares, leases and attempts are such rows, too (do
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.base.names import ROOT
@@ -17,6 +16,7 @@ from ckptd.core.policy.leases import (
     numbered,
 )
 from ckptd.errors import RemoteError
+from ckptd.storage.remote.documents import now_utc
 from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def claim_run(
 
 def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
     """Return the row that a place appends."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    now = now_utc()
     said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
     return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
 
