@@ -47,7 +47,7 @@ class UploadLateFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadEarly:
-    """Upload one shard of a save that is still being written; only its own upload proves it (adr/0219)."""
+    """Upload one shard of a save that is still being written; only its own upload proves it (adr/0220)."""
 
     remote: str
     tag: str

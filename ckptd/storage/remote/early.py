@@ -1,4 +1,4 @@
-"""Upload a shard while the others of its save are still being written (docs/adr/0219).
+"""Upload a shard while the others of its save are still being written (docs/adr/0220).
 
 Nothing is proved and nothing replaced: the upload of the whole save finds the object, compares it with the
 file as it was sealed, and replaces what differs. So an object that came early saves time and decides nothing.
