@@ -22,6 +22,7 @@ from ckptd.storage.journal.journal import EARLY
 from ckptd.storage.remote import early
 from ckptd.storage.remote.transfer import Transfer
 from tests.sim.judge import Broken
+from tests.sim.life import APART_SECONDS
 from tests.sim.test_last_byte import HuggingFaceTrainer, beside
 from tests.sim.trainer import SAVE_DIR, Trainer
 from tests.sim.world import NAS, S3, World, job_config
@@ -120,6 +121,7 @@ def lived(seed: int) -> None:
                 else:
                     _remove(world)
                 world.live_on(rng.uniform(0.0, 3.0), rng)
+                world.kernel.now_seconds += APART_SECONDS
                 world.trainer.begin(step + rng.randint(0, 1), rng)
             if rng.random() < 0.4:
                 world.is_power_cut = may_stay_torn and rng.random() < 0.3
@@ -127,6 +129,7 @@ def lived(seed: int) -> None:
             beside(world, rng)
             world.live_on(rng.uniform(0.0, 6.0), rng)
             if not is_torn and rng.random() < 0.3:
+                world.kernel.now_seconds += APART_SECONDS
                 world.trainer.begin(step, rng)
                 beside(world, rng)
             world.look()
