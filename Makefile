@@ -55,7 +55,7 @@ PIP := $(PY) -m pip install -q --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-lastbyte bench-clients bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim nightly fleet seeded slurm figures house pictures man dist release docs \
+.PHONY: help check-python check-tools install setup run test pytest adams trainers demo-frameworks bench bench-weights bench-scale bench-idle bench-status bench-transfer bench-in-store bench-lastbyte bench-clients bench-all bench-paired bench-cluster bench-interference audit lint types loader-matrix engines releases ds-suite stores-full powercuts vm faults faults-full sim nightly fleet seeded slurm figures house pictures man dist release docs \
         system-packages rgw-packages vm-packages slurm-packages clean
 
 help: ## this list
@@ -179,6 +179,11 @@ bench-clients: setup ## the S3 store over botocore and over s3fs, in turns (writ
 
 bench-interference: setup ## step and save times of a real training with and without ckptd (writes docs/performance.md)
 	$(PY) -m bench.interference $(ARGS)
+
+bench-all: ## (root) every benchmark in turn, then all limits in one table and picture; takes hours (writes docs/performance.md)
+	$(MAKE) bench bench-weights bench-transfer bench-in-store bench-clients bench-lastbyte bench-idle bench-status bench-interference bench-cluster
+	$(PY) -m tests.fleet.cost --publish
+	$(PY) -m bench.summary
 
 bench-paired: setup ## this tree against another commit, in turns (BEFORE=COMMIT); none of it should be slower
 	test -d .build/before-$(BEFORE) || git worktree add --detach .build/before-$(BEFORE) $(BEFORE)

@@ -125,6 +125,10 @@ class Measured:
     sent_seconds: float
 
 
+MOST_OF_THE_TIME = 0.1
+"""That a form may take of what sending it takes."""
+
+
 def measured(model: sparse.Model, link_bytes_per_second: float) -> Measured:
     """Upload the ZeRO form past the proxy, then its universal form twice through it.
 
@@ -257,6 +261,16 @@ def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
             f"{one.sent_seconds:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    lines.append("")
+    for one, most_percent in zip(found, (5, 8), strict=True):
+        stage = one.model.name.partition(", ")[2].partition(",")[0]
+        sent, times = 100 * one.copied_up_bytes / one.bytes, one.copied_seconds / one.sent_seconds
+        for aim, limit, value in (
+            (f"% of the form sent, at most {most_percent}", most_percent, f"{sent:.1f}"),
+            (f"of the time without copies, at most {MOST_OF_THE_TIME}", MOST_OF_THE_TIME, f"{times:.2f}"),
+        ):
+            word = "reached" if float(value) <= limit else "NOT reached"
+            lines.append(f"* {stage}, {aim}: {value} ({word})")
     return "\n".join(lines)
 
 

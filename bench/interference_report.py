@@ -104,7 +104,7 @@ def render(
         f"* left out as those from which the host took most: {left_out} of {all_pairs} pairs",
         *(_work(work, waiting_bytes) if work else ()),
         (
-            f"* the trainer's data file, all in the page cache before, {kept:.0%} afterwards "
+            f"* the trainer's data file, all in the page cache before, afterwards: {kept:.0%} "
             f"({_verdict(kept >= KEPT_AIM)})"
         ),
         _memory(memory, budget_bytes),

@@ -115,6 +115,30 @@ def marks(part: str) -> tuple[str, str]:
     return both
 
 
+def _summary(found: list[list[Row]]) -> Any:
+    """Every limit of the page as a point, by section: how many times better than it, 1 at the limit."""
+    (rows,) = found
+    marked = [(re.sub(r"\[(.+)\]\(.*\)", r"\1", row.text("section")), row) for row in rows]
+    sections = list(dict.fromkeys(section for section, _ in marked))
+    is_reached = [row.cells[-1] == "✓" for row in rows]
+    title = f"{sum(is_reached)} of {len(rows)} limits are reached"
+    made, (axis,) = _panels(title, 0.8 + 0.3 * len(sections), columns=1)
+    for at, section in enumerate(reversed(sections)):
+        here = [(row, ok) for (name, row), ok in zip(marked, is_reached, strict=True) if name == section]
+        for row, ok in here:
+            if row.text("times better than the limit") != "–":
+                times = row.value("times better than the limit")
+                axis.plot(times, at, "o", color=CKPTD if ok else SECOND, alpha=0.7)
+        share = f"{sum(ok for _, ok in here)} of {len(here)}"
+        axis.text(1.02, at, share, transform=axis.get_yaxis_transform(), va="center")
+    axis.axvline(1.0, color=OTHER, linewidth=1)
+    axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_yticks(range(len(sections)), list(reversed(sections)))
+    axis.set_xlabel("times better than the limit (orange: not reached)")
+    return made
+
+
 def replace_part(text: str, part: str) -> None:
     """Replace what stands between the marks of a part of the page, and draw the part's picture.
 
@@ -442,6 +466,7 @@ PICTURES: dict[str, Callable[[list[list[Row]]], Any]] = {
     "fleet": _fleet,
     "interference": _interference,
     "cluster": _cluster,
+    "summary": _summary,
 }
 """How the picture of each part of the page is made from its tables."""
 

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import stat
 from typing import TYPE_CHECKING
 
@@ -247,7 +246,7 @@ def fsync_dir(fd: int) -> None:
 
 @contextlib.contextmanager
 def _temporary(dir_fd: int, data: bytes, mode: int, mark: str) -> Iterator[str]:
-    name = f"{TEMPORARY_PREFIX}{mark}{secrets.token_hex(8)}"
+    name = f"{TEMPORARY_PREFIX}{mark}{os.urandom(8).hex()}"
     fd = os.open(name, NEW_FLAGS, mode, dir_fd=dir_fd)
     try:
         try:

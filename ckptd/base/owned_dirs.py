@@ -13,13 +13,13 @@ import fcntl
 import os
 import re
 import stat
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.errors import RefusedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 OURS = "_ckptd"
 _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

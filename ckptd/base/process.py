@@ -12,7 +12,6 @@ import ctypes
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ckptd.errors import RemoteUnreachable
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import FrameType
 
@@ -41,6 +41,8 @@ def limit_malloc(settings: Mapping[int, int]) -> None:
 
 def spawn(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
     """Start `subprocess.Popen` for a child that neither SIGTERM nor SIGINT ends."""
+    import subprocess  # here: children that start none do without
+
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         return subprocess.Popen(command, **options)

@@ -103,6 +103,8 @@ def first_unequal(masters: bytes, weights: bytes, source: str, target: str) -> i
         return next(i for i in range(count) if masters[i * item :][:item] != weights[i * item :][:item])
     infinite = 0x7F80 if target == "bfloat16" else 0x7C00
     if _has_numpy():
+        if target == "bfloat16":
+            return _first_not_bfloat16(masters, weights)
         return _first_differing(cast(masters, "float32", target), weights, infinite)
     rounded = _rounded(masters, target)
     if rounded == weights:
@@ -116,6 +118,24 @@ def first_unequal(masters: bytes, weights: bytes, source: str, target: str) -> i
         if weight & 0x7FFF <= infinite if is_nan else exact(master) != weight:
             return number
     return None
+
+
+def _first_not_bfloat16(masters: bytes, weights: bytes) -> int | None:
+    """Round only the masters that lie half a step or more from their weight, or may be NaN: few, or all of
+    a wrong tensor.
+    """
+    np = _numpy()
+    bits, halves = np.frombuffer(masters, dtype="<u4"), np.frombuffer(weights, dtype="<u2")
+    apart = halves.astype("<u4")
+    apart <<= np.uint32(16)
+    np.subtract(bits, apart, out=apart)
+    apart += np.uint32(0x7FFF)
+    if not apart.size or (apart.max() < 0xFFFF and not np.isnan(bits.view("<f4").max())):
+        return None
+    doubtful = np.flatnonzero((apart >= np.uint32(0xFFFF)) | np.isnan(bits.view("<f4")))
+    rounded = cast(bits[doubtful].tobytes(), "float32", "bfloat16")
+    found = _first_differing(rounded, halves[doubtful].tobytes(), 0x7F80)
+    return None if found is None else int(doubtful[found])
 
 
 def _first_differing(rounded: bytes, weights: bytes, infinite: int) -> int | None:

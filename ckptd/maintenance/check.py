@@ -24,6 +24,7 @@ from ckptd.config.budget import MIB, child_bytes, divide, shortage
 from ckptd.config.commands import node_name
 from ckptd.config.remote_names import shown_remote
 from ckptd.conversion.engine.inspect import probe_restrictions
+from ckptd.core.model.heartbeat import BEAT_SECONDS
 from ckptd.core.model.records import ZERO
 from ckptd.core.model.runs import short
 from ckptd.errors import (
@@ -44,8 +45,8 @@ from ckptd.storage.local.run_file import host_name
 from ckptd.storage.local.scan import scan
 from ckptd.storage.local.state_dir import filesystem_type, is_network, state_base, state_dir_of
 from ckptd.storage.remote.attach import NEXT_STEP, are_one, one_place
+from ckptd.storage.remote.heartbeats import MOST_READ_AGAIN, READ_AGAIN_SECONDS, other_writers
 from ckptd.storage.remote.heartbeats import NEXT_STEP as IS_OWN_RUN
-from ckptd.storage.remote.heartbeats import other_writers
 from ckptd.storage.stores.access import access_of, credentials_path
 from ckptd.storage.stores.open import is_s3
 
@@ -112,6 +113,42 @@ def _guard(can: Abilities) -> str:
     if can.content_md5:
         return "refused by the store (Content-MD5)"
     return "found when the object is read back"
+
+
+_MINUTES = 43_800
+"""Of a month."""
+_USD_DEAR, _USD_CHEAP = 5e-6, 0.4e-6
+"""What one request costs in the first tier of AWS and Google: PUT, LIST (class A); GET, HEAD (class B)."""
+_PAGE = 1000
+_KEPT = 6
+"""Manifests of a node that lie in a remote: three checkpoints, of ZeRO and universal form."""
+
+
+def requests_at_rest(nodes: int, documents: int) -> tuple[int, int]:
+    """Return how many requests a node sends in a minute in which nothing is to do, while `nodes` save into
+    a remote of so many `documents` (objects below `_ckptd/`): those priced as PUT and LIST, and as GET.
+
+    One look at the remote (identity, tombstones, all other documents, two pointers) and one heartbeat
+    (identity, ours before and after it is written, everybody's listed, some read).
+    """
+    lists = 1 + -(-max(documents, 1) // _PAGE) + -(-nodes // _PAGE)
+    others = min(round((nodes - 1) * BEAT_SECONDS / READ_AGAIN_SECONDS), MOST_READ_AGAIN)
+    return lists + 1, 3 + 3 + others
+
+
+def requests_row(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str], ...]:
+    """Say what the daemon's requests cost a month, on a store that has them paid."""
+    if not remote.url.startswith(("s3://", "gs://", "gcs://")) or access.endpoint_url is not None:
+        return ()
+    said = []
+    for nodes in (1, 64, 1000):
+        dear, cheap = requests_at_rest(nodes, nodes * (_KEPT + 1))
+        usd = nodes * _MINUTES * (dear * _USD_DEAR + cheap * _USD_CHEAP)
+        said.append(f"{usd:,.0f} USD a month for {nodes:,} node{'s' * (nodes > 1)}")
+    dear, cheap = requests_at_rest(1, _KEPT)
+    price = f"{_USD_DEAR * 1000:g} and {_USD_CHEAP * 1000:g} USD per 1,000"
+    rest = f"{dear} of PUT and LIST, {cheap} of GET and HEAD a minute at rest; at {price} {', '.join(said)}"
+    return (("requests", f"{rest}; an upload sends one for each file and each 16 MiB"),)
 
 
 # --- the checks of a job ---------------------------------------------------------------------------------
@@ -231,7 +268,7 @@ def _remote(
 ) -> Iterator[Finding]:
     what, access = shown_remote(remote.name, remote.url), access_of(remote)
     if not writes:
-        rows = settings_rows(remote, access)
+        rows = (*settings_rows(remote, access), *requests_row(remote, access))
         yield Finding(what=what, verdict="note", text=f"{remote.url}: not tried (--no-probe)", rows=rows)
         return
     settings = settings_to_ask(job, remote, owner)
@@ -259,7 +296,8 @@ def _remote(
     hint = "" if can.create_only else "only one node may write there"
     if job.shared_fs and not can.create_only:
         yield failed("shared", RefusedError(f"{remote.url}: {exclusive}", hint=f"{hint}: no shared_fs"))
-    rows = (*settings_rows(remote, access), *abilities_rows(can, is_read_back=is_read_back))
+    seen_rows = abilities_rows(can, is_read_back=is_read_back)
+    rows = (*settings_rows(remote, access), *seen_rows, *requests_row(remote, access))
     yield Finding(what=what, verdict="ok" if can.create_only else "note", text=text, hint=hint, rows=rows)
 
 

@@ -95,11 +95,11 @@ class Remote:
     def listing(self, prefix: str) -> list[ObjectInfo]:
         """Everything below a folder."""
         name = prefix.rstrip("/")
-        if name not in ("_ckptd/nodes", "_ckptd/leases"):
+        if name not in ("_ckptd", "_ckptd/nodes", "_ckptd/leases"):
             return self._of(name)
         known = self._below.get(name)
         if known is None or known[0] != self.changes:
-            below = sorted(folder for folder in self.folders if folder.startswith(prefix))
+            below = sorted(folder for folder in self.folders if f"{folder}/".startswith(prefix))
             known = self._below[name] = (self.changes, [info for one in below for info in self._of(one)])
         return known[1]
 

@@ -23,6 +23,7 @@ from ckptd.base import files
 from ckptd.base.retry import Breaker, RetryTimer
 from ckptd.conversion.engine import (
     children,
+    executor,
     executor_child,
     inspect,
     inspect_child,
@@ -273,6 +274,7 @@ def stand_in(lanes: int) -> None:
     put(children, "start", _started)
     put(supervisor, "watch", _watched)
     put(supervisor, "_threads", lambda _: 1)
+    put(executor, "FLUSHES_AT_ONCE", 1)
     put(executor_child, "Ticker", _NoTicker)
     for module in (planner_child, executor_child):
         put(module, "restrict", lambda **_: ())

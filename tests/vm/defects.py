@@ -20,12 +20,12 @@ DEFECTS: dict[str, list[tuple[str, str]]] = {
     ],
     "saves": [("storage/local/fs.py", "os.fdatasync(fd)\n        files.fsync_dir(folder)")],
     "conversions": [
-        ("conversion/engine/executor.py", "os.fsync(fd)\n        while self.batch"),
+        ("conversion/engine/executor.py", 'os.fsync, name="flush"'),
         ("conversion/engine/executor.py", "extents.flush_range(fd, stripe.at, stripe.nbytes)"),
     ],
 }
 """Name → (file of ckptd, text around the one flush that is left out)."""
-_FLUSH = re.compile(r"os\.fdatasync\(fd\)|os\.fsync\(fd\)|extents\.flush_range\(.*?\)")
+_FLUSH = re.compile(r"os\.fdatasync|os\.fsync|extents\.flush_range\(.*?\)")
 
 
 def plant(name: str, folder: Path) -> Path:
@@ -37,5 +37,5 @@ def plant(name: str, folder: Path) -> Path:
         whole = path.read_text()
         if whole.count(text) != 1:
             raise SystemExit(f"the defect {name} does not fit {file} any more")
-        path.write_text(whole.replace(text, _FLUSH.sub("os.fstat(fd)", text)))
+        path.write_text(whole.replace(text, _FLUSH.sub("os.fstat", text)))
     return folder

@@ -86,7 +86,6 @@ def register(app: typer.Typer) -> None:
 def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> None:
     import os
     import time
-    from datetime import UTC, datetime
     from pathlib import Path
 
     from ckptd.config.commands import default_config_dir, user_name
@@ -94,6 +93,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
     from ckptd.daemon.intake.decisions import write_decision
     from ckptd.recover.select.job import job_named, no_remote, owner_of
     from ckptd.storage.local.job_names import must_be_of_this_node
+    from ckptd.storage.remote.documents import now_utc
 
     must_be_of_this_node(job, {"adopt": "accept", "unpin": "pin"}.get(kind, kind))
     directory = Path(config_dir) if config_dir else default_config_dir(os.environ)
@@ -116,7 +116,7 @@ def _decide(job: str, kind: Kind, tags: list[str], config_dir: str | None) -> No
             tag=tag,
             fingerprints=fingerprints,
             by=user_name(),
-            at=datetime.now(UTC).isoformat(timespec="seconds"),
+            at=now_utc(),
             serial=time.time_ns(),
         )
         write_decision(state_dir, _record_remotely(config, decision, owner))

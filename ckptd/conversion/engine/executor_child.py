@@ -19,6 +19,7 @@ from ckptd.base import extents, files
 from ckptd.base.extents import identity_of
 from ckptd.base.files import opened_real
 from ckptd.base.names import DESCRIPTION
+from ckptd.base.process import limit_malloc
 from ckptd.conversion.dtypes import use_numpy_of
 from ckptd.conversion.engine.executor import Maker, StoppedByParent, Worker
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restrict
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from ckptd.conversion.plan import Output
 
 LARGE_BYTES = 64 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MALLOC_BYTES = 2 << 20
+"""Larger than all blocks that a thread holds: a freed one is taken again, and costs no new pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ def serve(request: Request, execution: Callable[[Request, int, int, threading.Ev
         network=request.network,
         priority=request.low_priority,
     )
+    limit_malloc({_M_TRIM_THRESHOLD: _MALLOC_BYTES, _M_MMAP_THRESHOLD: _MALLOC_BYTES})
     if request.numpy_folder:
         use_numpy_of(request.numpy_folder)
     os.umask(0)  # modes are given explicitly, those of the checkpoint (P15)
@@ -255,11 +260,8 @@ class Execution:
         self._manifest(description)
         own(self.out_fd, self.request.gid, self.request.folder_mode)
         for folder in self.folders.made():
-            fd = files.open_dir_beneath(self.out_fd, folder)
-            try:
+            with files.opened_dir(folder, self.out_fd) as fd:
                 files.fsync_dir(fd)
-            finally:
-                os.close(fd)
         files.fsync_dir(self.out_fd)
 
     def _manifest(self, data: bytes) -> None:

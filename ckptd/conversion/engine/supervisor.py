@@ -378,8 +378,8 @@ def _start_executor() -> subprocess.Popen[bytes]:
 
 
 def _threads(budget_bytes: int) -> int:
-    """Copying threads: more hide latency, but each holds a window of dirty pages."""
-    return max(1, min(MAX_THREADS, os.cpu_count() or 1, (budget_bytes - (48 << 20)) // (32 << 20)))
+    """Copying threads: more hide latency, also on few cores, but each holds a window of dirty pages."""
+    return max(1, min(MAX_THREADS, (budget_bytes - (48 << 20)) // (32 << 20)))
 
 
 def failure(watched: Watched, what: str) -> errors.CkptdError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -132,18 +133,17 @@ class OutputFolders:
         self._made: set[str] = set()
 
     def ensure(self, path: str) -> None:
-        """Make the parent folder of an output."""
-        parents = path.split("/")[:-1]
+        """Make the parent folder of an output; no part of it is a link then."""
+        parents = files.check_relative(path)[:-1]
         with self._lock:
             for depth in range(1, len(parents) + 1):
                 parent = "/".join(parents[:depth])
                 if parent in self._made:
                     continue
-                fd = files.open_dir_beneath(self._out_fd, parent, create_mode=self._settings.folder_mode)
-                try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(parent, self._settings.folder_mode, dir_fd=self._out_fd)
+                with files.opened_dir(parent, self._out_fd) as fd:
                     own(fd, self._settings.gid, self._settings.folder_mode)
-                finally:
-                    os.close(fd)
                 self._made.add(parent)
 
     def made(self) -> list[str]:

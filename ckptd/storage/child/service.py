@@ -201,14 +201,15 @@ class Service:
             # one that was ordered before the daemon heard of its claim tells of no other run
             run_id = self._claimed.get(said.run_id or "", said.run_id)
             self._beats.put(said.model_copy(update={"run_id": run_id}))
-        nodes = self._beats.others(order.node, reads_all=order.reads_all)
+        infos = self._beats.listed()
+        nodes = self._beats.others(order.node, reads_all=order.reads_all, infos=infos)
         lease, beat = None, order.heartbeat
         if order.takeover_seconds is not None and beat is not None:
             # after our heartbeat: who looks for a silent holder from now on finds us alive
             lease = hold_lease(
                 attached.store, beat.job_id, beat.node, beat.node_id, nodes, order.takeover_seconds
             )
-        sharers = self._beats.elsewhere(beat) if beat is not None else ()
+        sharers = self._beats.elsewhere(beat, infos) if beat is not None else ()
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
     def _upload(

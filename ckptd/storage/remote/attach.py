@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shlex
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from ckptd.errors import (
     RemoteUnreachable,
     from_os_error,
 )
-from ckptd.storage.remote.documents import read_identity
+from ckptd.storage.remote.documents import now_utc, read_identity
 from ckptd.storage.remote.heartbeats import live_nodes
 from ckptd.storage.remote.messages import Attached
 from ckptd.storage.remote.runs import newest_run
@@ -73,7 +72,7 @@ def attach(store: Store, settings: RemoteSettings) -> Attached:
             remote_id=secrets.token_hex(16),
             job_id=settings.job_id or settings.proposed_job_id or secrets.token_hex(16),
             job=settings.job,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            created=now_utc(),
         )
         initialised = store.put_if_absent(IDENTITY_KEY, to_bytes(ours))
         found = read_identity(store)
@@ -335,7 +334,7 @@ def take_over(store: Store, found: RemoteIdentity, job: str) -> RemoteIdentity:
         RemoteNotOurs: somebody else wrote it at the same moment.
     """
     wanted = found.model_copy(update={"job": job, "remote_id": secrets.token_hex(16)})
-    at = datetime.now(UTC).isoformat(timespec="seconds")
+    at = now_utc()
     before = {"job": found.job, "remote_id": found.remote_id, "at": at}
     document = {**wanted.model_dump(mode="json"), "taken_from": before}
     store.put(IDENTITY_KEY, json.dumps(document, sort_keys=True, separators=(",", ":")).encode())

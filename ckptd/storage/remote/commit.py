@@ -8,7 +8,6 @@ never replaced; what cannot join it goes to the next generation.
 from __future__ import annotations
 
 import os
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
@@ -34,6 +33,7 @@ from ckptd.errors import CommitConflict, RefusedError, RemoteError, SourceChange
 from ckptd.storage.remote import derive_attempts
 from ckptd.storage.remote.documents import (
     GenerationSnapshot,
+    now_utc,
     read_commit,
     read_snapshot,
     stem_of,
@@ -439,7 +439,3 @@ def put_manifest(store: Store, manifest: NodeManifest) -> KnownManifest:
         msg = f"{store.url} holds other bytes under {key}"
         raise RemoteError(msg, hint="something else writes there; see `ckptd check`")
     return KnownManifest(key=key, sha256=sha256, manifest=manifest)
-
-
-def now_utc() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

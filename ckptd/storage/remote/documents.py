@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 
 LEASES = f"{ROOT}/leases/"
+NODES = f"{ROOT}/nodes/"
+_RETIRED = f"{ROOT}/retired/"
 _TRIES = 3
 _AFTER_SLASH = chr(ord("/") + 1)
 """First character of a key that comes right after a folder's contents."""
@@ -51,10 +54,28 @@ Stem = tuple[str, int, str]
 """(tag, generation, form)."""
 
 
+class Listing:
+    """Name all documents of a remote, as two listings showed them: each request of a look costs money."""
+
+    def __init__(self, store: Store) -> None:
+        # tombstones first: listed after the COMMITs, they could name all of those, and not what came instead
+        stones = list(store.list(_RETIRED))
+        others = [info for info in store.list(f"{ROOT}/") if not info.key.startswith(_RETIRED)]
+        self._infos = sorted((*stones, *others), key=lambda info: info.key)
+        self._keys = [info.key for info in self._infos]
+
+    def below(self, folder: str) -> list[ObjectInfo]:
+        """Return the documents in that folder, which ends with `/`, by key."""
+        end = bisect.bisect_left(self._keys, folder[:-1] + _AFTER_SLASH)
+        return self._infos[bisect.bisect_left(self._keys, folder) : end]
+
+
 @dataclass(slots=True)
 class Documents:
     """Hold the documents read from a remote; `damaged` names those that could not be read."""
 
+    listing: Listing
+    """What there was when they were read."""
     commits: list[CommitView] = field(default_factory=list)
     stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
     """Tombstones, which their names tell: thousands in a long run, read only where more is asked."""
@@ -69,6 +90,11 @@ class Documents:
     def live(self) -> list[CommitView]:
         """Return the COMMITs that exist for consumers: undisputed, and without a tombstone (P3)."""
         return [v for v in self.commits if not v.disputed and stem_of(v.commit) not in self.stones]
+
+
+def now_utc() -> str:
+    """Return the present as documents say it: RFC 3339, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def stem_of(document: Commit | NodeManifest | TombstoneHeader | Lease) -> Stem:
@@ -151,11 +177,11 @@ def read_commits(
     and left out.
     """
     cache = DocumentCache() if cache is None else cache
-    found = Documents(skip=skip)
+    found = Documents(Listing(store), skip=skip)
     tries = 1
     # what is gone when it is read was retired, and what came instead of it may not have been listed
     while _read_commits(store, found, only_tag, cache) and tries < _TRIES:
-        found, tries = Documents(skip=skip), tries + 1
+        found, tries = Documents(Listing(store), skip=skip), tries + 1
     found.commits.sort(key=lambda view: view.key)
     found.supplements.sort(key=number_of)
     return found
@@ -170,14 +196,13 @@ def number_of(view: CommitView) -> int:
 def _read_commits(store: Store, found: Documents, only_tag: str | None, cache: DocumentCache) -> bool:
     """One pass; True when something that was listed is gone."""
     is_gone = False
-    # tombstones first: read after the COMMITs, they could name all of those, and not what came instead
-    for info in store.list(f"{ROOT}/retired/"):
+    for info in found.listing.below(_RETIRED):
         where = stem_of_key(info.key)
         if where is not None and only_tag in (None, where[0]):
             found.stones[where] = info
-    disputes = (stem_of_key(info.key) for info in store.list(f"{ROOT}/disputes/"))
+    disputes = (stem_of_key(info.key) for info in found.listing.below(f"{ROOT}/disputes/"))
     found.disputed |= {where for where in disputes if where is not None}
-    for info in store.list(f"{ROOT}/commits/"):
+    for info in found.listing.below(f"{ROOT}/commits/"):
         late = supplement_of(info.key)
         where = late[:3] if late is not None else stem_of_key(info.key)
         if where is None or only_tag not in (None, where[0]):
@@ -216,7 +241,7 @@ def read_decisions(store: Store, found: Documents, cache: DocumentCache | None =
     """Add every decision and pin, in order of serial."""
     cache = DocumentCache() if cache is None else cache
     for folder in ("decisions", "pins"):
-        for info in store.list(f"{ROOT}/{folder}/"):
+        for info in found.listing.below(f"{ROOT}/{folder}/"):
             _collect(store, info, Decision, found.decisions, found, cache)
     found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
 
@@ -240,7 +265,7 @@ def _collect(
 
 def manifest_folder(where: Stem) -> str:
     """Return the folder that holds the manifests of one generation of one form; it ends with `/`."""
-    return f"{ROOT}/nodes/{stem(*where)}/"
+    return f"{NODES}{stem(*where)}/"
 
 
 def lease_folder(where: Stem) -> str:
@@ -314,17 +339,16 @@ def read_supplements(store: Store, where: Stem) -> list[CommitView]:
     return sorted(found, key=number_of)
 
 
-def manifest_keys(store: Store) -> dict[Stem, list[str]]:
-    """Return the keys of all node manifests, by generation."""
+def manifest_keys(listed: Iterable[ObjectInfo]) -> dict[Stem, list[str]]:
+    """Return the keys of those node manifests, by generation."""
     found: dict[Stem, list[str]] = {}
-    place = f"{ROOT}/nodes/"
-    keys = sorted([info.key for info in store.list(place)])
+    keys = sorted([info.key for info in listed])
     begin = 0
     # thousands of nodes have their files in few folders: names are taken apart once for each folder
     while begin < len(keys):
         folder = keys[begin].rpartition("/")[0]
         # what a stranger left beside the folders belongs to none, and ends where it begins
-        is_beside = len(folder) < len(place)
+        is_beside = len(folder) < len(NODES)
         end = begin + 1 if is_beside else bisect.bisect_left(keys, folder + _AFTER_SLASH, begin)
         where = None if is_beside else stem_of_key(folder + "/")
         if where is not None:
@@ -335,7 +359,7 @@ def manifest_keys(store: Store) -> dict[Stem, list[str]]:
 
 def generations_with_manifests(store: Store) -> set[Stem]:
     """Return (tag, generation, form) of everything that has a node manifest."""
-    return set(manifest_keys(store))
+    return set(manifest_keys(store.list(NODES)))
 
 
 def committed_digests(commits: Iterable[CommitView]) -> set[str]:
@@ -420,14 +444,15 @@ def read_snapshot(
     ours: KnownManifest | None = None,
     commit: CommitView | None = None,
     reads_one: bool = False,
+    infos: Iterable[ObjectInfo] | None = None,
 ) -> GenerationSnapshot:
-    """List a generation and read what needs to be read; `node` None: all.
+    """List a generation, unless `infos` are its listing, and read what needs to be read; `node` None: all.
 
     Of many: our own node's, those whose names say nothing, and all once their shards may cover the grid;
     not of those that are committed. What `commit` names is there, whether or not a late listing tells it yet.
     `reads_one`: at least one, whosesoever, for who cannot prove the grid (docs/adr/0104).
     """
-    listed = {info.key for info in store.list(manifest_folder(where))}
+    listed = {info.key for info in (store.list(manifest_folder(where)) if infos is None else infos)}
     committed = {ref.key for ref in commit.commit.manifests} if commit is not None else set()
     names = {key: name_in(key) for key in listed | committed}
     known = [name for name in names.values() if name is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptd.base.humanize import ago
@@ -17,7 +18,7 @@ from ckptd.core.model.manifest import parse, to_bytes
 from ckptd.errors import DamagedError, RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from ckptd.storage.stores.base import ObjectInfo, Store
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 READ_AGAIN_SECONDS = 600.0
 """A node's heartbeat is read again so seldom, unless somebody wants it."""
+MOST_READ_AGAIN = 16
+"""So many at each look, the longest unread first: a thousand nodes would read a hundred a minute each."""
 MOST_NODES = 10_000
 
 
@@ -52,44 +55,63 @@ class Heartbeats:
         if info is not None and info.mtime_ns:
             self._put_at = info.mtime_ns, time.monotonic()
 
+    def listed(self) -> list[ObjectInfo]:
+        """List everybody's, without reading them."""
+        infos = (info for info in self.store.list(HEARTBEATS) if node_of_key(info.key) is not None)
+        return list(islice(infos, MOST_NODES))
+
     def others(
-        self, node: str, *, reads_all: bool = False, now_seconds: float | None = None
+        self,
+        node: str,
+        *,
+        reads_all: bool = False,
+        now_seconds: float | None = None,
+        infos: Sequence[ObjectInfo] | None = None,
+        due: Collection[str] | None = None,
     ) -> tuple[SeenNode, ...]:
-        """Return the heartbeats of all nodes but `node`, by name; `now_seconds`: the store's time."""
-        found = [
-            (name, info)
-            for info in self.store.list(HEARTBEATS)
-            if (name := node_of_key(info.key)) is not None
-        ][:MOST_NODES]
-        infos = [info for _, info in found]
+        """Return the heartbeats of all nodes but `node`, by name; `now_seconds`: the store's time.
+
+        `infos`: as `listed` a moment ago, else listed now; `due`: keys of those read again, else the oldest.
+        """
+        infos = self.listed() if infos is None else infos
+        found = [(name, info) for info in infos if (name := node_of_key(info.key)) is not None]
         self.newest_seconds = max((info.mtime_ns for info in infos), default=0) / 1e9
         now_ns = (
             self._now_ns(infos) if now_seconds is None else int(max(now_seconds, self.newest_seconds) * 1e9)
         )
+        due = self._due(infos) if due is None else due
         return tuple(
-            self._seen(name, info, now_ns, reads_all=reads_all)
+            self._seen(name, info, now_ns, reads_all=reads_all or info.key in due)
             for name, info in sorted(found, key=lambda one: (one[0], one[1].key))
             if name != node
         )
 
+    def _due(self, infos: Sequence[ObjectInfo]) -> set[str]:
+        """Return the keys that are read again now though nobody wants it, MOST_READ_AGAIN at most."""
+        until = time.monotonic() - READ_AGAIN_SECONDS
+        known = ((self._known[info.key][0], info.key) for info in infos if info.key in self._known)
+        return {key for _, key in sorted(one for one in known if one[0] <= until)[:MOST_READ_AGAIN]}
+
     def _is_anothers(self, key: str, ours: Heartbeat) -> bool:
         """Whether the plain name is that of a daemon over another directory, which lives."""
-        found = list(self.store.list(HEARTBEATS))
+        there = self.store.stat(key)
+        if there is None or (self._put_at is not None and there.mtime_ns == self._put_at[0]):
+            return False  # nobody's, or as we left it: one cheap request, every minute
+        found = self.listed()
         info = next((info for info in found if info.key == key), None)
         if info is None:
             return False
         seen = self._seen(ours.node, info, self._now_ns(found), reads_all=True)
         return not seen.is_dead and _is_elsewhere(seen, ours)
 
-    def elsewhere(self, ours: Heartbeat) -> tuple[SeenNode, ...]:
-        """Daemons over other directories than ours, as far as they say over which.
+    def elsewhere(self, ours: Heartbeat, infos: Sequence[ObjectInfo] | None = None) -> tuple[SeenNode, ...]:
+        """Daemons over other directories than ours, as far as they say over which; `infos` as for `others`.
 
         Who told of another run is read again each time: a second node of this one joins it a moment later.
         """
-        for key, (_, at, heartbeat) in list(self._known.items()):
-            if heartbeat is not None and heartbeat.run_id != ours.run_id:
-                self._known[key] = (-READ_AGAIN_SECONDS, at, heartbeat)
-        return tuple(seen for seen in self.others("") if _is_elsewhere(seen, ours))
+        known = ((key, heartbeat) for key, (_, _, heartbeat) in self._known.items())
+        due = {key for key, heartbeat in known if heartbeat is not None and heartbeat.run_id != ours.run_id}
+        return tuple(seen for seen in self.others("", infos=infos, due=due) if _is_elsewhere(seen, ours))
 
     def everyone(self, now_seconds: float | None = None) -> tuple[SeenNode, ...]:
         """Return every daemon's, read afresh, also of those that share a node name."""
@@ -97,7 +119,7 @@ class Heartbeats:
 
     def of(self, node: str) -> SeenNode | None:
         """Return one node's, read afresh; None: there is none."""
-        found = list(self.store.list(HEARTBEATS))
+        found = self.listed()
         info = next((info for info in found if node_of_key(info.key) == node), None)
         return None if info is None else self._seen(node, info, self._now_ns(found), reads_all=True)
 
@@ -124,7 +146,7 @@ class Heartbeats:
         known = self._known.get(info.key)
         if known is not None:
             is_same = info.mtime_ns != 0 and known[1] == info.mtime_ns
-            if is_same or (not reads_all and now - known[0] < READ_AGAIN_SECONDS):
+            if is_same or not reads_all:
                 return known[2]
         data = self.store.get(info.key)
         found: Heartbeat | None = None

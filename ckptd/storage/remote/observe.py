@@ -30,14 +30,15 @@ from ckptd.core.model.manifest import (
     supplement_of,
     to_bytes,
 )
-from ckptd.core.model.runs import pointed_at
+from ckptd.core.model.runs import RUNS, pointed_at
 from ckptd.errors import CkptdError, DamagedError, NotPermitted, RemoteNotOurs, StorageError
 from ckptd.storage.remote.documents import (
+    NODES,
     DocumentCache,
     GenerationSnapshot,
     ManifestCache,
     committed_digests,
-    generations_with_manifests,
+    manifest_folder,
     manifest_keys,
     manifests_of_commit,
     read_commits,
@@ -116,9 +117,10 @@ def observe(
     Documents that fail with one of `skip` are named in `damaged`.
     """
     found_identity = still_ours(store, identity)
+    cache = DocumentCache() if cache is None else cache
     found = read_commits(store, cache=cache, skip=skip)
     read_decisions(store, found, cache)
-    listed = manifest_keys(store)
+    listed = manifest_keys(found.listing.below(NODES))
     with_manifests = listed.keys()
     committed = {stem_of(view.commit) for view in found.commits}
     retired = _stones_that_matter(store, found, with_manifests | committed, cache)
@@ -128,8 +130,7 @@ def observe(
     saves = {where[:2] for where in committed}
     open_stones = {stem_of(stone) for stone in retired} & (with_manifests | committed)
     uncommitted = sorted(with_manifests - committed - found.stones.keys())
-    if cache is not None:
-        cache.forget_unasked()
+    cache.forget_unasked()
     return Observation(
         identity=found_identity,
         commits=tuple(found.commits),
@@ -151,10 +152,10 @@ def observe(
     )
 
 
-def _rows(store: Store, found: Documents, cache: DocumentCache | None) -> tuple[Row, ...]:
+def _rows(store: Store, found: Documents, cache: DocumentCache) -> tuple[Row, ...]:
     """Return which runs there are; what cannot be read is named in `found`."""
     try:
-        return read_runs(store, cache)
+        return read_runs(store, cache, found.listing.below(RUNS))
     except found.skip as error:
         found.damaged.append(error.message)
         return ()
@@ -202,8 +203,9 @@ def describe(
         store.flush_name(found.commits[0].key)
     digests = committed_digests(found.commits)
     views = {stem_of(view.commit): view for view in found.commits}
-    stems = {where for where in generations_with_manifests(store) if where[0] == tag} | views.keys()
-    seen = {where: _needed(store, where, node, cache, views.get(where)) for where in sorted(stems)}
+    with_manifests = manifest_keys(found.listing.below(NODES))
+    stems = {where for where in with_manifests if where[0] == tag} | views.keys()
+    seen = {where: _needed(store, found, where, node, cache) for where in sorted(stems)}
     stones = read_stones(store, found, found.stones, Tombstone)
     unreadable = found.unreadable | (found.stones.keys() - {stem_of(stone) for stone in stones})
     return TagView(
@@ -230,16 +232,20 @@ def describe(
 
 
 def _needed(
-    store: Store, where: Stem, node: str | None, cache: ManifestCache, commit: CommitView | None
+    store: Store, found: Documents, where: Stem, node: str | None, cache: ManifestCache
 ) -> GenerationSnapshot:
     """Read the manifests of a generation that tell a node whether it is its save and lists its files.
 
     An open generation may tell a node without model states which save this is.
     """
-    seen = read_snapshot(store, where, cache, node=node, commit=commit, reads_one=commit is None)
+    commit = next((view for view in found.commits if stem_of(view.commit) == where), None)
+    infos = found.listing.below(manifest_folder(where))
+    seen = read_snapshot(store, where, cache, node=node, commit=commit, reads_one=commit is None, infos=infos)
     is_counted = commit is not None and not commit.disputed
     is_strange = is_counted and all(known.manifest.node != node for known in seen.read)
-    return read_snapshot(store, where, cache, node=None, commit=commit) if is_strange and seen.named else seen
+    if not (is_strange and seen.named):
+        return seen
+    return read_snapshot(store, where, cache, node=None, commit=commit, infos=infos)
 
 
 def confirm(store: Store, commits: tuple[tuple[str, str], ...], identity: RemoteIdentity) -> Confirmed:
@@ -270,9 +276,11 @@ def point(store: Store, cache: DocumentCache | None = None) -> None:
 
     `cache`: COMMITs that were read before; which there are is listed each time.
     """
+    cache = DocumentCache() if cache is None else cache
     for _ in range(_POINTER_TRIES):
-        live = [view.commit for view in read_commits(store, cache=cache).live()]
-        wanted = choose_pointers(pointed_at(read_runs(store, cache), live))
+        found = read_commits(store, cache=cache)
+        rows = read_runs(store, cache, found.listing.below(RUNS))
+        wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
         changed = _set(store, "latest", wanted.latest)
         if not _set(store, LATEST_UNIVERSAL, wanted.latest_universal) and not changed:
             return

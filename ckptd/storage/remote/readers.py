@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.manifest import parse, to_bytes
 from ckptd.core.model.reader import READERS, RENEW_SECONDS, SILENT_SECONDS, Reader
 from ckptd.errors import CkptdError, NotPermitted, RefusedError
+from ckptd.storage.remote.documents import now_utc
 from ckptd.storage.remote.heartbeats import server_time_seconds
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class ReaderLease:
             if self._is_denied or (tag == self._tag and silent < RENEW_SECONDS):
                 return
             if tag != self._tag or silent >= SILENT_SECONDS:
-                self._tag, self._begun_seconds, self._begun = tag, now, _now()
+                self._tag, self._begun_seconds, self._begun = tag, now, now_utc()
             self._put_seconds = now
             self._put(tag, now - self._begun_seconds)
 
@@ -63,7 +64,7 @@ class ReaderLease:
             what=self._what,
             host=socket.gethostname(),
             begun=self._begun,
-            renewed=_now(),
+            renewed=now_utc(),
             held_seconds=round(held_seconds, 1),
         )
         try:
@@ -99,10 +100,6 @@ class ReaderLease:
         finally:
             ended.set()
             self.end()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # --- what a deletion looks at ----------------------------------------------------------------------------

@@ -6,7 +6,6 @@ wins, and both read back who. Shares, leases and attempts are such rows, too (do
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.base.names import ROOT
@@ -17,14 +16,15 @@ from ckptd.core.policy.leases import (
     numbered,
 )
 from ckptd.errors import RemoteError
-from ckptd.storage.remote.documents import DocumentCache
+from ckptd.storage.remote.documents import now_utc
 from ckptd.storage.remote.heartbeats import Heartbeats, server_time_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ckptd.core.model.runs import Claim
-    from ckptd.storage.stores.base import Store
+    from ckptd.storage.remote.documents import DocumentCache
+    from ckptd.storage.stores.base import ObjectInfo, Store
 
 # --- rows of numbered documents --------------------------------------------------------------------------
 
@@ -60,15 +60,14 @@ def append_row(
 # --- runs ------------------------------------------------------------------------------------------------
 
 
-def read_runs(store: Store, cache: DocumentCache | None = None) -> tuple[Row, ...]:
-    """Return every row, in order of number.
+def read_runs(store: Store, cache: DocumentCache, listed: Iterable[ObjectInfo]) -> tuple[Row, ...]:
+    """Return those rows, in order of number.
 
     Raises:
         DocumentDamaged, RefusedError: one cannot be read; whose turn it is, is not known then.
     """
-    cache = DocumentCache() if cache is None else cache
     found = []
-    for info in store.list(RUNS):
+    for info in listed:
         number = number_of(RUNS, info.key)
         read = cache.get(store, info, Row) if number else None
         if read is not None:
@@ -114,7 +113,7 @@ def claim_run(
 
 def row_of(claim: Claim, job_id: str, run_id: str, number: int) -> Row:
     """Return the row that a place appends."""
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    now = now_utc()
     said = claim.model_dump(include=set(Row.model_fields) - {"run_id", "number"})
     return Row(**said, job_id=job_id, run_id=run_id, number=number, created_at=now)
 

@@ -21,9 +21,10 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.records import SupplementRecord
 from ckptd.errors import RemoteError
-from ckptd.storage.remote.commit import now_utc, one_writer, open_root, put_manifest
+from ckptd.storage.remote.commit import one_writer, open_root, put_manifest
 from ckptd.storage.remote.documents import (
     manifests_of_commit,
+    now_utc,
     number_of,
     read_commit,
     read_generation,

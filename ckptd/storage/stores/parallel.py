@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -53,9 +52,15 @@ class FailFastPool:
         if count <= 1:
             begin()
         else:
-            with ThreadPoolExecutor(count, name) as pool:
-                for _ in range(count):
-                    pool.submit(begin)
+            lanes: list[threading.Thread] = []
+            try:
+                for number in range(count):
+                    lane = threading.Thread(target=begin, name=f"{name}_{number}")
+                    lane.start()
+                    lanes.append(lane)
+            finally:
+                for lane in lanes:
+                    lane.join()
         self.settle()
 
     def begin(self, work: Iterable[T], do: Callable[[T], None]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import pictures
+from bench import pictures, summary
 
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
@@ -67,3 +67,16 @@ def test_a_part_is_replaced_between_its_marks_and_drawn(
     assert row.measured("a") == pictures.Measured(1.0, 0.5, 1024.0)
     with pytest.raises(ValueError, match="other"):
         pictures.replace_part("", "other")
+
+
+def test_the_summary_says_what_the_sections_say() -> None:
+    page = pictures.PAGE.read_text()
+    begin, end = (page.index(mark) for mark in pictures.marks(summary.PART))
+    found = summary.verdicts(summary.without_summary(page))
+    assert page[begin:end].partition("\n")[2].rstrip() == summary.table(found)
+    assert len(found) == len(re.findall(r"\(reached\b|\(NOT reached|: (?:NOT )?reached \|", page[:begin]))
+    by_aim = {one.aim: one for one in found}
+    upload, at_rest = by_aim["upload, at least 0.95 × boto3"], by_aim["CPU at most 0.5 % of one core"]
+    assert (upload.section, upload.is_reached) == ("Transfer", True)
+    assert upload.times_better == pytest.approx(float(upload.measured) / 0.95)
+    assert at_rest.times_better == pytest.approx(0.5 / float(at_rest.measured))

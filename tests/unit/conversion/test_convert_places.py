@@ -410,3 +410,34 @@ def test_a_disk_that_refuses_is_no_missing_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(OSError, match="Input/output"):
         staging.check_place(tmp_path / "new")
+
+
+def test_every_output_and_folder_is_flushed_and_then_named(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the last rename loses nothing: content before its name, names before the result's."""
+    flushed: set[int] = set()
+    late: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        real_fsync(fd)
+        flushed.add(os.fstat(fd).st_ino)
+
+    def rename(name: str, path: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        if os.stat(name, dir_fd=src_dir_fd).st_ino not in flushed:
+            late.append(path)
+        real_rename(name, path, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        flushed.discard(os.stat(os.path.dirname(path) or ".", dir_fd=dst_dir_fd).st_ino)
+
+    work = _planned(made, tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    execution, fds = _execution(made, work, 3)
+    execution.run()
+    for fd in fds:
+        os.close(fd)
+    places = [work / "out", *(work / "out").rglob("*")]
+    assert late == []
+    assert len(places) > 20
+    assert [str(path) for path in places if path.stat().st_ino not in flushed] == []

@@ -152,6 +152,10 @@ def test_rounding_is_compared_to_the_bit(
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31 - 1, (20_000,), generator=generator).to(torch.int32)
     odd = [0.0, -0.0, float("inf"), float("nan"), 65504.0, 65519.0, 65520.0, -65520.0, 5.96e-8, 3e-8, -3.4e38]
+    ties = torch.arange(-(2**15), 2**15, 7, dtype=torch.int32)[:, None] * 65536 + torch.tensor(
+        [0x7FFF, 0x8000, 0x8001], dtype=torch.int32
+    )
+    bits = torch.cat([ties.flatten(), bits])
     masters = torch.cat([torch.tensor(odd), bits.view(torch.float32)])
     for chosen in (masters, masters[masters.abs() < 60_000]):  # the second needs no second look
         weights = chosen.to(KINDS[target]).view(torch.int16)
@@ -161,6 +165,8 @@ def test_rounding_is_compared_to_the_bit(
             if not torch.isnan(chosen[number]):
                 other = weights.clone()
                 other[number] ^= 1
+                assert first_unequal(data, bytes(other.numpy().tobytes()), "float32", target) == number
+                other[number] -= 2
                 assert first_unequal(data, bytes(other.numpy().tobytes()), "float32", target) == number
     # what a page of 0xFF holds is no master of weights that are 0
     for word in (0xFFFFFFFF, 0x7FFFFFFF, 0x7FFF8000, 0x7F800001):

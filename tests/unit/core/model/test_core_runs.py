@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.core.model.heartbeat import Heartbeat, SeenNode
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
-from ckptd.core.model.runs import Claim, ClaimVerdict, Row, RunFile, judge, run_of
+from ckptd.core.model.runs import RUNS, Claim, ClaimVerdict, Row, RunFile, judge, run_of
 from ckptd.daemon.intake.runs import JobRuns
 from ckptd.daemon.node_id import node_id_of
 from ckptd.daemon.state.problems import Problems
@@ -21,6 +21,7 @@ from ckptd.storage.child.service import Service
 from ckptd.storage.local.run_file import read_run, run_file, write_run
 from ckptd.storage.local.state_dir import own_state
 from ckptd.storage.remote import messages as m
+from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import RemoteSettings
 from ckptd.storage.remote.runs import claim_run, newest_run, read_runs
@@ -157,7 +158,9 @@ def test_of_two_that_begin_in_a_fresh_remote_one_has_it(store: DirectoryStore) -
     Heartbeats(store).put(said)
     second = claim_run(store, claim(is_new=True), "j")
     assert [other.save_dir for other in second.others] == ["/a/output"]
-    assert [(one.number, one.run_id) for one in read_runs(store)] == [(1, "j")]
+    assert [(one.number, one.run_id) for one in read_runs(store, DocumentCache(), store.list(RUNS))] == [
+        (1, "j")
+    ]
     os.utime(Path(store.url) / "_ckptd/heartbeats/a.json", (1, 1))
     assert claim_run(store, claim(is_new=True), "j").run_id == "r2"
     newest = newest_run(store)

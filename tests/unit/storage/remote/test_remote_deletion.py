@@ -197,7 +197,7 @@ class Pinning(MemoryStore):
     is_awaited = False
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        if self.is_awaited and prefix.startswith("_ckptd/commits"):
+        if self.is_awaited and prefix == "_ckptd/":
             self.is_awaited = False
             observing.record(self, Decision(kind="pin", tag="global_step10"))
         return super().list(prefix)
