@@ -248,7 +248,8 @@ def planned_table(found: list[Share]) -> str:
 
 def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
     """The part of the page that was sent and timed."""
-    headings = "server | checkpoint | GB | up, GB | up, of the form | down, GB | seconds | up without copies, GB | seconds"
+    headings = "server | checkpoint | GB | up, GB | up, of the form | down, GB | seconds"
+    headings += " | up without copies, GB | seconds"
     lines = [
         f"Machine: {machine()}; servers on it, {link_bytes_per_second / 1e6:.0f} MB/s for each connection.",
         "",

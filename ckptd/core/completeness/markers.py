@@ -82,6 +82,10 @@ def judge_markers(
 
     `left_over`: files of the save that these shards were written over; they say nothing of this one.
     """
+    # a power cut leaves names without bytes: trainers flush nothing, and loading such a file fails
+    empty = (f.path for f in listing.files if f.path.endswith(TORCH_FILES) and not f.identity.size_bytes)
+    if (path := next(empty, None)) is not None:
+        return EndMarkers(waits_for=f"{path} is empty")
     names = frozenset(f.path for f in listing.files) - left_over
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)

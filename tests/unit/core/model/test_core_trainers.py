@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, judge
+from ckptd.core.completeness.markers import judge_markers
 from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
 from ckptd.core.model.layouts import Trainer, added_by_us, missing_weights
 from ckptd.core.model.listing import FolderListing, ListedFile
@@ -87,6 +89,18 @@ def folder(paths: Iterable[str], tag: str = "checkpoint-2", start: int = 0) -> F
         roots=roots,
         other_layout=other_layout_of(tag, [f.path for f in files]),
     )
+
+
+@pytest.mark.parametrize(("tag", "name"), [("checkpoint-2", "rng_state_1.pth"), ("global_step2", "client.pt")])
+def test_a_name_without_bytes_is_no_whole_save(tag: str, name: str) -> None:
+    """A power cut left an empty random state beside whole shards; the trainer could not load it."""
+    found = folder([f"global_step2/{MODEL}", f"global_step2/{RANK0}", "trainer_state.json", name], tag)
+    files = tuple(
+        replace(file, identity=replace(file.identity, size_bytes=0)) if file.path == name else file
+        for file in found.files
+    )
+    marks = judge_markers(replace(found, files=files), {}, 2, 100.0, frozenset())
+    assert (marks.waits_for, marks.is_patient) == (f"{name} is empty", False)
 
 
 FULL = [f"global_step2/{MODEL}", f"global_step2/{RANK0}", "model.safetensors", "trainer_state.json", "latest"]
