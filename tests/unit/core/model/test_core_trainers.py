@@ -91,7 +91,9 @@ def folder(paths: Iterable[str], tag: str = "checkpoint-2", start: int = 0) -> F
     )
 
 
-@pytest.mark.parametrize(("tag", "name"), [("checkpoint-2", "rng_state_1.pth"), ("global_step2", "client.pt")])
+@pytest.mark.parametrize(
+    ("tag", "name"), [("checkpoint-2", "rng_state_1.pth"), ("global_step2", "client.pt")]
+)
 def test_a_name_without_bytes_is_no_whole_save(tag: str, name: str) -> None:
     """A power cut left an empty random state beside whole shards; the trainer could not load it."""
     found = folder([f"global_step2/{MODEL}", f"global_step2/{RANK0}", "trainer_state.json", name], tag)
