@@ -8,6 +8,7 @@ also lies in `.build/figures/sim.json`.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -141,7 +142,8 @@ def many(chosen: argparse.Namespace) -> int:
     left = [seed for seed in range(first, last) if seed not in known.done]
     works = [(left[at : at + CHUNK], chosen.steps, chosen.often) for at in range(0, len(left), CHUNK)]
     before, started = known.seconds, time.monotonic()
-    with multiprocessing.Pool(min(chosen.workers, max(1, len(works)))) as pool:
+    # what was imported stays, and no collection need look at it
+    with multiprocessing.Pool(min(chosen.workers, max(1, len(works))), initializer=gc.freeze) as pool:
         for results in pool.imap_unordered(chunk, works):
             for seed, outcome in results:
                 if chosen.digests:

@@ -68,9 +68,9 @@ class Status(NamedTuple):
     st_size: int
     st_mtime_ns: int
     st_ctime_ns: int
-    st_nlink: int = 1
-    st_uid: int = 0
-    st_gid: int = 0
+    st_nlink: int
+    st_uid: int
+    st_gid: int
 
     @property
     def st_blocks(self) -> int:
@@ -79,7 +79,8 @@ class Status(NamedTuple):
 
 
 def _status(inode: Inode) -> Status:
-    return Status(inode.ino, inode.mode, inode.dev, len(inode.data), inode.written_ns, inode.changed_ns)
+    row = inode.ino, inode.mode, inode.dev, len(inode.data), inode.written_ns, inode.changed_ns, 1, 0, 0
+    return tuple.__new__(Status, row)  # four times as fast as Status(…), and called 80 times a turn
 
 
 class Space:

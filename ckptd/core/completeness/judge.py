@@ -148,7 +148,8 @@ def _at_rest(
         current |= inside
         elsewhere += missing
     ranks = 0 if elsewhere else grids[0].dp * grids[0].mm_count
-    marks = judge_markers(listing, facts, ranks, context.quiet_seconds, _left_over(listing, memory))
+    left_over, is_in_flight = _left_over(listing, memory), context.is_in_flight
+    marks = judge_markers(listing, facts, ranks, context.quiet_seconds, left_over, is_in_flight=is_in_flight)
     # of a trainer's own marks other nodes may have none
     if marks.waits_for is not None and (context.is_in_flight or not elsewhere):
         # the writer is at work or has gone quiet in mid-save: which of the two, its age tells

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 600.0
 """Wait for random states so long; trainers resume without them."""
+OTHER_SAVE_SECONDS = 10
+"""A shard that is so much younger than the file that ends a save is of another save, or of a copy: the clocks
+of two nodes may differ by less."""
 COPY_GAP_SECONDS = 0.5
 SLOWEST_COPY_BYTES_PER_SECOND = 10e6
 
@@ -77,11 +80,19 @@ def judge_markers(
     processes: int,
     quiet_seconds: float,
     left_over: frozenset[str],
+    *,
+    is_in_flight: bool,
 ) -> EndMarkers:
     """Judge by the trainer's own end-of-save markers a folder whose shards are all there.
 
     `left_over`: files of the save that these shards were written over; they say nothing of this one.
+    `is_in_flight`: the folder changed a moment ago, or a file of it is open.
     """
+    # a power cut leaves names without their bytes: trainers flush nothing, and loading such a file fails
+    beside = (fact for path, fact in facts.items() if path.endswith(TORCH_FILES) and fact.role is Role.SIDE)
+    torn = next((fact for fact in beside if fact.archive is Archive.EMPTY or fact.reason), None)
+    if torn is not None:
+        return EndMarkers(waits_for=torn.reason or f"{torn.path} is empty")
     names = frozenset(f.path for f in listing.files) - left_over
     if listing.trainer is Trainer.HUGGINGFACE:
         state = facts.get(TRAINER_STATE)
@@ -90,10 +101,20 @@ def judge_markers(
         step = state.trainer.global_step if state.trainer else None
         if step != step_of_folder(listing.tag):
             return EndMarkers(waits_for=f"{TRAINER_STATE} is of step {step}, not of {listing.tag}")
+        if is_in_flight and (path := _written_after(listing, TRAINER_STATE)) is not None:
+            # of a save that was never sealed, and is being written over; in a copy the order means nothing
+            return EndMarkers(waits_for=f"{TRAINER_STATE} is older than {path}", is_patient=True)
     missing = [name for name in wanted_marks(listing.trainer, names, processes) if name not in names]
     if missing and quiet_seconds < PATIENCE_SECONDS:
         return EndMarkers(waits_for=_absent(missing[0], left_over), is_patient=True)
     return EndMarkers(notes=tuple(f"{name} was never written" for name in missing))
+
+
+def _written_after(listing: FolderListing, end: str) -> str | None:
+    """Return a shard that was written OTHER_SAVE_SECONDS after the file that ends a save; None: none was."""
+    times = {file.path: file.identity.mtime_ns for file in listing.files}
+    last_ns = times[end] + OTHER_SAVE_SECONDS * 10**9
+    return next((f.path for f in listing.shards if f.identity.mtime_ns > last_ns), None)
 
 
 def _absent(name: str, left_over: frozenset[str]) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from ckptd.base.identity import FileIdentity, FolderIdentity
 from ckptd.core.completeness.grid import Context
 from ckptd.core.completeness.judge import Memory, State, judge
+from ckptd.core.completeness.markers import judge_markers
 from ckptd.core.model.facts import Archive, FileFacts, TrainerFacts
 from ckptd.core.model.layouts import Trainer, added_by_us, missing_weights
 from ckptd.core.model.listing import FolderListing, ListedFile
@@ -87,6 +89,39 @@ def folder(paths: Iterable[str], tag: str = "checkpoint-2", start: int = 0) -> F
         roots=roots,
         other_layout=other_layout_of(tag, [f.path for f in files]),
     )
+
+
+@pytest.mark.parametrize(("archive", "reason"), [(Archive.EMPTY, None), (Archive.OTHER, "it ends early")])
+@pytest.mark.parametrize(
+    ("tag", "name"), [("checkpoint-2", "rng_state_1.pth"), ("global_step2", "client.pt")]
+)
+def test_a_file_without_its_bytes_is_no_whole_save(
+    tag: str, name: str, archive: Archive, reason: str | None
+) -> None:
+    """A power cut left an empty random state beside whole shards; the trainer could not load it."""
+    found = folder([f"global_step2/{MODEL}", f"global_step2/{RANK0}", "trainer_state.json", name], tag)
+    facts = {name: FileFacts(path=name, bytes=0, archive=archive, reason=reason)}
+    marks = judge_markers(found, facts, 2, 100.0, frozenset(), is_in_flight=False)
+    assert (marks.waits_for, marks.is_patient) == (reason or f"{name} is empty", False)
+
+
+@pytest.mark.parametrize(("seconds", "is_in_flight"), [(30, True), (30, False), (9, True), (-30, True)])
+def test_the_end_of_a_save_is_no_older_than_its_shards(seconds: int, is_in_flight: bool) -> None:
+    """The daemon was away for the first save of the tag, and came back in the midst of the second."""
+    shards = [f"global_step2/{MODEL}", f"global_step2/{RANK0}"]
+    found = folder([*shards, "trainer_state.json", "rng_state.pth"])
+    files = tuple(
+        replace(file, identity=replace(file.identity, mtime_ns=file.identity.mtime_ns + seconds * 10**9))
+        if file.path in shards
+        else file
+        for file in found.files
+    )
+    name, state = "trainer_state.json", TrainerFacts(global_step=2)
+    facts = {name: FileFacts(path=name, bytes=10, archive=Archive.OTHER, trainer=state)}
+    marks = judge_markers(replace(found, files=files), facts, 1, 30.0, frozenset(), is_in_flight=is_in_flight)
+    is_older = is_in_flight and seconds == 30
+    assert (marks.waits_for or "").startswith("trainer_state.json is older than") == is_older
+    assert marks.is_patient == is_older
 
 
 FULL = [f"global_step2/{MODEL}", f"global_step2/{RANK0}", "model.safetensors", "trainer_state.json", "latest"]
