@@ -105,7 +105,7 @@ def lived(seed: int) -> None:
     rng = random.Random(seed)
     world = _world(seed, rng, rng.choice(PLACES))
     # a Hugging Face Trainer that dies over its last files leaves what quiet time takes for whole
-    may_stay_torn = not isinstance(world.trainer, HuggingFaceTrainer)
+    may_stay_torn = True
     world.enter()
     try:
         for number in range(rng.randint(2, 4)):
