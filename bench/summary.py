@@ -81,7 +81,7 @@ def table(found: list[Verdict]) -> str:
     """Return the summary as Markdown."""
     reached = sum(one.is_reached for one in found)
     lines = [
-        f"**{reached} of {len(found)} limits are reached.** Their sections say why the others are not.",
+        f"**{reached} of {len(found)} limits are reached.** Sections say why others are not, if known.",
         "",
         "| section | what, limit | measured | times better than the limit | |",
         "|---|---|---|---|---|",

@@ -115,10 +115,9 @@ def _guard(can: Abilities) -> str:
     return "found when the object is read back"
 
 
-_MINUTES = 43_800
-"""Of a month."""
-_USD_DEAR, _USD_CHEAP = 5e-6, 0.4e-6
-"""What one request costs in the first tier of AWS and Google: PUT, LIST (class A); GET, HEAD (class B)."""
+_MINUTES_PER_MONTH = 43_800
+_PUT_USD, _GET_USD = 5e-6, 0.4e-6
+"""Price of one request in the first tier of AWS and Google: of PUT and LIST, of GET and HEAD."""
 _PAGE = 1000
 _KEPT = 6
 """Manifests of a node that lie in a remote: three checkpoints, of ZeRO and universal form."""
@@ -142,12 +141,12 @@ def requests_row(remote: RemoteConfig, access: Access) -> tuple[tuple[str, str],
         return ()
     said = []
     for nodes in (1, 64, 1000):
-        dear, cheap = requests_at_rest(nodes, nodes * (_KEPT + 1))
-        usd = nodes * _MINUTES * (dear * _USD_DEAR + cheap * _USD_CHEAP)
+        puts, gets = requests_at_rest(nodes, nodes * (_KEPT + 1))
+        usd = nodes * _MINUTES_PER_MONTH * (puts * _PUT_USD + gets * _GET_USD)
         said.append(f"{usd:,.0f} USD a month for {nodes:,} node{'s' * (nodes > 1)}")
-    dear, cheap = requests_at_rest(1, _KEPT)
-    price = f"{_USD_DEAR * 1000:g} and {_USD_CHEAP * 1000:g} USD per 1,000"
-    rest = f"{dear} of PUT and LIST, {cheap} of GET and HEAD a minute at rest; at {price} {', '.join(said)}"
+    puts, gets = requests_at_rest(1, _KEPT)
+    price = f"{_PUT_USD * 1000:g} and {_GET_USD * 1000:g} USD per 1,000"
+    rest = f"{puts} of PUT and LIST, {gets} of GET and HEAD a minute at rest; at {price} {', '.join(said)}"
     return (("requests", f"{rest}; an upload sends one for each file and each 16 MiB"),)
 
 

@@ -233,7 +233,9 @@ class Flipper:
 def flipping(one: Path, other: Path, most: int) -> Iterator[Flipper]:
     """A process that swaps the two names `most` times as fast as it can."""
     with subprocess.Popen(
-        [sys.executable, "-S", "-c", FLIP, str(one), str(other), str(most)], stdout=subprocess.PIPE
+        [sys.executable, "-S", "-c", FLIP, str(one), str(other), str(most)],
+        stdout=subprocess.PIPE,
+        bufsize=0,  # else a line that came with the first one is lost to `communicate`
     ) as process:
         try:
             assert process.stdout is not None

@@ -232,6 +232,7 @@ class Stage:
         now_type = type("SimulatedDatetime", (SimulatedDatetime,), {"kernel": kernel})
         system = _system(kernel)
         chance = random.Random(rng.random())
+        system.urandom = chance.randbytes
         secret = types.SimpleNamespace(
             token_hex=lambda n=16: chance.randbytes(n).hex(), token_bytes=chance.randbytes
         )

@@ -75,7 +75,7 @@ class Documents:
     """Hold the documents read from a remote; `damaged` names those that could not be read."""
 
     listing: Listing
-    """What there was when they were read."""
+    """Names of all documents, as they were listed when these were read."""
     commits: list[CommitView] = field(default_factory=list)
     stones: dict[Stem, ObjectInfo] = field(default_factory=dict)
     """Tombstones, which their names tell: thousands in a long run, read only where more is asked."""

@@ -107,10 +107,10 @@ def test_a_node_at_rest_asks_what_check_says(
     asked.clear()
     for _ in range(MINUTES):
         minute()
-    dear = asked["put"] + asked["list"] + asked["put_if_absent"]
-    cheap = asked["get"] + asked["stat"]
+    puts = asked["put"] + asked["list"] + asked["put_if_absent"]
+    gets = asked["get"] + asked["stat"]
     said = requests_at_rest(nodes, 7 * nodes + 1)
-    assert (dear / MINUTES, cheap / MINUTES) == pytest.approx(said, rel=0.07), asked
+    assert (puts / MINUTES, gets / MINUTES) == pytest.approx(said, rel=0.07), asked
 
 
 def test_check_prices_what_is_paid_for() -> None:
