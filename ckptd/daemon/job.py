@@ -299,7 +299,9 @@ class Job:
         )
 
     def _finish_begun(self, state: JobState, save_dir_fd: int) -> None:
-        """Finish deletions that a crash cut short, here and in remotes, unless another host has the lease."""
+        """Finish deletions that a crash cut short, here and in remotes, unless another host has the lease;
+        settle early uploads.
+        """
         shared_lease = self.peers.shared_lease
         rests = (
             state.is_first_scan
@@ -308,6 +310,7 @@ class Job:
             or (shared_lease is not None and not shared_lease.holds())
         )
         self.uploads.deleter.finish_interrupted(rests=rests)
+        self.uploads.early.settle(rests=rests)
         if shared_lease is not None:
             shared_lease.take_over(state, save_dir_fd, self.audit)
 

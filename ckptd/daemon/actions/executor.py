@@ -101,7 +101,7 @@ class PlanExecutor:
             case a.UploadLateFiles():
                 self._uploads.late.upload(action)
             case a.UploadEarly():
-                self._uploads.upload_early(action)
+                self._uploads.early.upload(action)
             case a.CancelUpload():
                 self._uploads.cancel(action)
             case a.ConfirmCommits():
@@ -132,12 +132,11 @@ class PlanExecutor:
         """Give up half uploads that no attempt will go on with: only those that our journal knows (§5)."""
         self._local_actions.deleter.tidy(save_dir_fd)
         for session in self._sessions.values():
-            if not session.is_ready or session.is_transferring:
-                continue
-            has_early = session.name in self._journal.with_early and session.seconds_to_transfer <= 0
-            if has_early and self._uploads.settle_early(session.name):
-                continue
-            if session.name not in self._journal.with_leftovers:
+            if (
+                not session.is_ready
+                or session.is_transferring
+                or session.name not in self._journal.with_leftovers
+            ):
                 continue
             left = self._journal.leftovers(session.name)
             self._journal.with_leftovers.discard(session.name)

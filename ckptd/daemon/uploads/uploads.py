@@ -17,7 +17,6 @@ from ckptd.base.humanize import size_of
 from ckptd.base.owned_dirs import path_of
 from ckptd.base.retry import backoff_seconds, changed_seconds
 from ckptd.config.commands import command_for
-from ckptd.core.model.manifest import folder_name
 from ckptd.core.model.records import (
     ZERO,
     DerivedRecord,
@@ -29,12 +28,11 @@ from ckptd.core.policy.leases import beat_seconds
 from ckptd.core.policy.uploads import EARLY
 from ckptd.core.policy.view import Confirmation
 from ckptd.daemon.state.upload_records import waiting_on
+from ckptd.daemon.uploads.early import EarlyUploader
 from ckptd.daemon.uploads.remote_deletion import RemoteDeleter
 from ckptd.daemon.uploads.requests import (
-    begun_row,
     committed_source,
     derive_request,
-    early_file,
     files_to_upload,
     forget_replaced_objects,
     half_row,
@@ -52,7 +50,6 @@ from ckptd.errors import (
     SourceUnreadable,
 )
 from ckptd.observe.logs import line_fields
-from ckptd.storage.journal.journal import EARLY as EARLY_ID
 from ckptd.storage.local import fs
 from ckptd.storage.remote import messages as m
 
@@ -60,8 +57,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ckptd.config.schema import JobConfig
-    from ckptd.core.model.records import ObjectRow, SaveRow
-    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadEarly, UploadLateFiles
+    from ckptd.core.model.records import SaveRow
+    from ckptd.core.policy.actions import CancelUpload, ConfirmCommits, Upload, UploadLateFiles
     from ckptd.daemon.state.state import JobState
     from ckptd.daemon.uploads.session import RemoteSession
     from ckptd.observe.audit import Audit
@@ -96,6 +93,7 @@ class UploadManager:
         beat = beat_seconds(config.shared_takeover_seconds, STEP_IN_SECONDS)
         self._step_in_seconds = beat if config.shared_fs else STEP_IN_SECONDS
         self.deleter = RemoteDeleter(config, state, sessions, audit, wake)
+        self.early = EarlyUploader(config, state, sessions, wake)
         self.late = SupplementUploader(config, config_digest, state, sessions, wake)
 
     # --- uploads ---------------------------------------------------------------------------------------
@@ -167,93 +165,6 @@ class UploadManager:
             what = "a shard" if session.uploading == EARLY else f"a {session.uploading} form"
             log.info("the upload of %s to %s makes way: %s", what, action.remote, action.reason)
             session.cancel_transfer()
-
-    def upload_early(self, action: UploadEarly) -> None:
-        """Start the upload of one shard of a save that is still being written, at full speed: it is read from
-        memory.
-        """
-        state, session = self._state, self._sessions[action.remote]
-        file = early_file(action)
-        state.uploads.begin_early(action.remote, action.tag, action.file, state.folders.in_flight)
-        if any(row.key == file.key for row in state.journal.objects(EARLY_ID, action.remote, ZERO)):
-            state.uploads.end_early(action.remote, is_cancelled=False)  # an earlier write of it is there
-            self._wake()
-            return
-        state.journal.put_object(EARLY_ID, action.remote, ZERO, begun_row(file))
-        order = m.EarlyRequest(root=str(self._config.save_dir), file=file, node_id=session.settings.node_id)
-        session.start_transfer(order, partial(self._on_early, action.remote, file.key, set()), EARLY)
-        session.pace(1.0)
-        log.debug("uploading %s of %s to %s", action.file.path, action.tag, action.remote)
-
-    def _on_early(self, remote: str, key: str, seen: set[str], answer: m.Answer) -> None:
-        """`seen`: tokens of the upload, and its key once the object is there."""
-        state, session = self._state, self._sessions[remote]
-        if isinstance(answer, m.TransferProgress):
-            if answer.token and answer.token not in seen:
-                seen.add(answer.token)
-                state.journal.put_object(EARLY_ID, remote, ZERO, half_row(answer))
-            return
-        if isinstance(answer, m.ObjectDone):
-            seen.add(key)
-            state.journal.put_object(EARLY_ID, remote, ZERO, verified_row(answer.object))
-            return
-        error = answer.raised if isinstance(answer, m.Failed) else None
-        state.uploads.end_early(remote, is_cancelled=session.is_cancelled)
-        if error is None or isinstance(error, SourceChanged | DamagedError):
-            if key not in seen:
-                state.journal.forget_early(remote, [key])
-        elif not isinstance(error, SourceUnreadable):
-            session.note_transfer_failed(error)
-        self._wake()
-
-    def settle_early(self, remote: str) -> bool:
-        """Hand objects that were sent early to the saves that have their files, and take back those that no
-        save came of; return whether that was started.
-        """
-        state, session = self._state, self._sessions[remote]
-        rows = state.journal.objects(EARLY_ID, remote, ZERO)
-        if not rows:
-            state.journal.with_early.discard(remote)
-        if not rows or state.is_first_scan:
-            return False
-        writing = {folder_name(tag, 1, ZERO) for tag in state.folders.in_flight}
-        folders = {row.key.partition("/")[0] for row in rows}
-        owners = {
-            f"{folder}/{file.path}": one
-            for one in state.saves.rows.values()
-            if (folder := folder_name(one.save.tag, 1, ZERO)) in folders
-            for file in one.save.files
-        }
-        left: list[ObjectRow] = []
-        for row in rows:
-            owner = owners.get(row.key)
-            if owner is not None and row.proof is not None:
-                state.journal.adopt_early(owner.id, remote, row.key)
-                if state.uploads.record(owner.id, remote, ZERO).state is UploadState.COMMITTED:
-                    state.journal.forget_objects(owner.id, remote, ZERO)
-            elif owner is not None or row.key.partition("/")[0] not in writing:
-                left.append(row)
-        if left:
-            order = m.TakeBack(
-                uploads=tuple((row.key, row.token) for row in left if row.proof is None),
-                objects=tuple(row.key for row in left if row.key not in owners),
-                node_id=session.settings.node_id,
-            )
-            keys = [row.key for row in left]
-            session.start_transfer(order, partial(self._taken_back, remote, keys), EARLY)
-        return bool(left)
-
-    def _taken_back(self, remote: str, keys: list[str], answer: m.Answer) -> None:
-        session = self._sessions[remote]
-        if isinstance(answer, m.Done):
-            self._state.journal.forget_early(remote, keys)
-            log.info("%s: shards of a save that did not become whole were removed", remote)
-        elif isinstance(answer, m.Failed) and isinstance(answer.raised, errors.RemoteError):
-            session.note_transfer_failed(answer.raised)
-        elif isinstance(answer, m.Failed) and not session.is_cancelled:
-            self._state.journal.with_early.discard(remote)  # until the next start: `ckptd gc` finds them
-            log.warning("%s: shards of a save that did not become whole stay: %s", remote, answer.message)
-        self._wake()
 
     def _on_answer(self, action: Upload, answer: m.Answer) -> None:
         key = (action.save_id, action.remote, action.form)

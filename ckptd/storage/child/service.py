@@ -18,7 +18,7 @@ from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
-from ckptd.storage.remote.early import take_back, upload_early
+from ckptd.storage.remote.early import delete_early, upload_early
 from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
 from ckptd.storage.remote.messages import (
     Alive,
@@ -31,6 +31,7 @@ from ckptd.storage.remote.messages import (
     ClaimRun,
     Confirm,
     DeleteCommit,
+    DeleteEarly,
     DescribeTag,
     Discard,
     Done,
@@ -44,7 +45,6 @@ from ckptd.storage.remote.messages import (
     Record,
     RemoteSettings,
     Scrub,
-    TakeBack,
     TransferProgress,
     Unchanged,
     UploadedObject,
@@ -164,8 +164,8 @@ class Service:
             return scrub(attached, order, pacer, reporter.check, self._settings)
         if isinstance(order, DeleteCommit):
             delete_commit(attached, order, reporter.check)
-        elif isinstance(order, TakeBack):
-            take_back(attached, order, reporter.check)
+        elif isinstance(order, DeleteEarly):
+            delete_early(attached, order, reporter.check)
         else:
             _note(attached, order)
         return Done()

@@ -42,7 +42,7 @@ __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "
 
 log = logging.getLogger("ckptd.journal")
 
-EARLY = 0
+EARLY_ID = 0
 """Stands for the save of objects that were sent before it was sealed: no save has this id."""
 _TAILS = ("-wal", "-shm", "-journal")
 
@@ -93,7 +93,7 @@ class Journal:
             rows = self._db.execute("SELECT DISTINCT remote FROM objects WHERE form LIKE '%~'")
             self.with_leftovers: set[str] = {row[0] for row in rows}  # that no attempt goes on with
             early = "SELECT DISTINCT remote FROM objects WHERE save_id=?"
-            self.with_early: set[str] = {row[0] for row in self._db.execute(early, (EARLY,))}
+            self.with_early: set[str] = {row[0] for row in self._db.execute(early, (EARLY_ID,))}
         except BaseException:
             self._db.close()
             raise
@@ -270,7 +270,7 @@ class Journal:
 
     def put_object(self, save_id: int, remote: str, form: str, row: ObjectRow) -> None:
         """Record how far one object is durable in the remote."""
-        if save_id == EARLY:
+        if save_id == EARLY_ID:
             self.with_early.add(remote)
         self._db.execute(
             "INSERT OR REPLACE INTO objects VALUES (?,?,?,?,?,?,?,?,?,NULL)",
@@ -308,14 +308,14 @@ class Journal:
         """Make an object that was sent early one of the save that has its file: known, and not believed."""
         self._db.execute(
             "UPDATE OR IGNORE objects SET save_id=? WHERE save_id=? AND remote=? AND key=?",
-            (save_id, EARLY, remote, key),
+            (save_id, EARLY_ID, remote, key),
         )
         self.forget_early(remote, [key])
 
     def forget_early(self, remote: str, keys: Iterable[str]) -> None:
         """Forget objects that were sent early: they are gone, never came, or a COMMIT lists them."""
         query = "DELETE FROM objects WHERE save_id=? AND remote=? AND key=?"
-        self._db.executemany(query, [(EARLY, remote, key) for key in keys])
+        self._db.executemany(query, [(EARLY_ID, remote, key) for key in keys])
 
     @whole
     def leftovers(self, remote: str) -> list[tuple[str, str]]:

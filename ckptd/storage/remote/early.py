@@ -9,14 +9,13 @@ nobody lists for its own.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ckptd.base.names import decode_name
 from ckptd.core.model.generation import objects_of
 from ckptd.core.model.records import ZERO
-from ckptd.errors import CkptdError, RefusedError, TargetExists
+from ckptd.errors import RefusedError, TargetExists
 from ckptd.storage.remote.commit import open_root
 from ckptd.storage.remote.documents import manifest_folder, read_generation
 from ckptd.storage.remote.heartbeats import Heartbeats
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ckptd.storage.remote.documents import Stem
-    from ckptd.storage.remote.messages import EarlyRequest, TakeBack
+    from ckptd.storage.remote.messages import DeleteEarly, EarlyRequest
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.remote.transfer import TransferControl
     from ckptd.storage.stores.base import Store
@@ -70,14 +69,13 @@ def _send(attached: AttachedRemote, order: EarlyRequest, root: int, control: Tra
             crc = store.upload(file.key, paced, resume=None, on_progress=moving)
         except TargetExists:
             return
-        except CkptdError:
-            with suppress(CkptdError):
-                store.discard(file.key)
-            raise
+        finally:
+            # nothing half done stays, and the answer is no proof of what lies there when the save is whole
+            store.discard(file.key)
     control.on_done(UploadedObject(key=file.key, bytes=file.bytes, crc64nvme=to_hex(crc), proof="none"))
 
 
-def take_back(attached: AttachedRemote, order: TakeBack, check: Callable[[], None]) -> None:
+def delete_early(attached: AttachedRemote, order: DeleteEarly, check: Callable[[], None]) -> None:
     """Give up half uploads, and remove objects that no manifest lists.
 
     Raises:

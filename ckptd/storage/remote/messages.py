@@ -359,10 +359,10 @@ class EarlyRequest(Model):
     node_id: str
 
 
-class TakeBack(Model):
+class DeleteEarly(Model):
     """Remove what was sent early for a save that never became whole, where no other node writes."""
 
-    op: Literal["take-back"] = "take-back"
+    op: Literal["delete-early"] = "delete-early"
     uploads: tuple[tuple[str, str], ...] = ()
     """Half uploads to give up: (key, token)."""
     objects: tuple[str, ...] = ()
@@ -560,9 +560,9 @@ class Failed(Model):
 # --- lines of the pipe --------------------------------------------------------------------------------
 
 _Look = Attach | Observe | DescribeTag | Confirm | Beat | ClaimRun
-_Work = _Look | UploadRequest | EarlyRequest | TakeBack | DeleteCommit | Record | Point | Discard | Scrub
+_Work = _Look | UploadRequest | EarlyRequest | DeleteEarly | DeleteCommit | Record | Point | Discard | Scrub
 Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
-LONG_ORDERS = (UploadRequest, EarlyRequest, TakeBack, DeleteCommit, Scrub)
+LONG_ORDERS = (UploadRequest, EarlyRequest, DeleteEarly, DeleteCommit, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""
 _End = (
     Attached

@@ -260,7 +260,8 @@ class Store(Protocol):
 
     @abstractmethod
     def discard(self, key: str, token: str = "") -> None:
-        """Give up a partial upload of ours of that key; none is fine. Never touches the object itself.
+        """Give up a partial upload of ours of that key, none is fine; forget what an answer to one proved.
+        Never touches the object itself.
 
         `token`: of an attempt of an earlier process, as its progress told.
         """

@@ -31,7 +31,7 @@ from ckptd.maintenance.repair import Unfinished
 from ckptd.maintenance.verify import Slice, Verifier, exit_code
 from ckptd.observe.audit import Audit
 from ckptd.recover.select.inventory import RemoteInventory, read_remote_inventory
-from ckptd.storage.journal.journal import EARLY, Journal
+from ckptd.storage.journal.journal import EARLY_ID, Journal
 from ckptd.storage.remote import garbage
 from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.repair import staging_key
@@ -549,7 +549,7 @@ def test_what_was_sent_before_its_save_was_whole_is_known_by_the_journal(scene: 
     """Its trainer died, and so did the daemon before it took it back."""
     journal, _ = journal_of(scene)
     early = lies_there(scene, "global_step8/early", b"12345")
-    sent(journal, EARLY, "global_step8/early", 5, is_whole=True)
+    sent(journal, EARLY_ID, "global_step8/early", 5, is_whole=True)
     assert [(row.what, row.bytes) for row in gc(scene).removed] == [("global_step8/early", 5)]
     assert not early.exists()
     journal.close()

@@ -171,7 +171,10 @@ class S3Uploads:
         return etag if sent_crc == crc else None
 
     def discard(self, key: str, token: str = "") -> None:
-        """Abort the uploads of that key that are ours: this process's, and the one that `token` names."""
+        """Abort the uploads of that key that are ours: this process's, and the one that `token` names; forget
+        what an answer proved.
+        """
+        self._proved.pop(key, None)
         for upload_id in {self._ours.pop(key, ""), token.partition(":")[2]} - {""}:
             self._abort(key, upload_id)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.records import ObjectRow
 from ckptd.daemon.uploads.requests import _verified
-from ckptd.storage.journal.journal import EARLY, Journal
+from ckptd.storage.journal.journal import EARLY_ID, Journal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,7 @@ def test_what_was_sent_early_becomes_the_saves_and_is_not_believed(tmp_path: Pat
     row = ObjectRow(key="a/x", bytes=100, flushed_bytes=100, crc64="0" * 16, proof="none")
     journal = Journal(tmp_path / "journal.db")
     for key in ("a/x", "a/y"):
-        journal.put_object(EARLY, "s3", "zero", row.model_copy(update={"key": key}))
+        journal.put_object(EARLY_ID, "s3", "zero", row.model_copy(update={"key": key}))
     journal.close()
     journal = Journal(tmp_path / "journal.db")
     assert journal.with_early == {"s3"}
@@ -42,10 +42,10 @@ def test_what_was_sent_early_becomes_the_saves_and_is_not_believed(tmp_path: Pat
     assert _verified(journal.objects(7, "s3", "zero")) == ()
     verified = row.model_copy(update={"proof": "read-back"})
     journal.put_object(7, "s3", "zero", verified)
-    journal.put_object(EARLY, "s3", "zero", row)
+    journal.put_object(EARLY_ID, "s3", "zero", row)
     journal.adopt_early(7, "s3", "a/x")
     assert journal.objects(7, "s3", "zero") == [verified], "what was proved since stays proved"
-    assert [one.key for one in journal.objects(EARLY, "s3", "zero")] == ["a/y"]
+    assert [one.key for one in journal.objects(EARLY_ID, "s3", "zero")] == ["a/y"]
     journal.forget_early("s3", ["a/y"])
-    assert journal.objects(EARLY, "s3", "zero") == []
+    assert journal.objects(EARLY_ID, "s3", "zero") == []
     journal.close()

@@ -15,22 +15,28 @@ from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.model.layouts import Role
 from ckptd.core.model.manifest import Commit, parse
 from ckptd.errors import CkptdError, RefusedError, SourceChanged
-from ckptd.storage.remote.early import take_back, upload_early
+from ckptd.storage.remote.early import delete_early, upload_early
 from ckptd.storage.remote.heartbeats import Heartbeats
-from ckptd.storage.remote.messages import EarlyRequest, TakeBack, UploadFile
+from ckptd.storage.remote.messages import DeleteEarly, EarlyRequest, UploadFile
 from ckptd.storage.remote.observe import manifests_of
+from ckptd.storage.stores.access import Access
 from ckptd.storage.stores.checksums import crc64, to_hex
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores import servers
 from tests.stores.memory import MemoryStore
+from tests.stores.proxy import proxy
 from tests.stores.scene import JOB_ID, OPTIM, Node, archive
+from tests.stores.sshd import needs_sshd, sshd
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ckptd.storage.remote.messages import UploadResult
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
+    from tests.stores.sshd import Sshd
 
 SHARD = OPTIM.format(d=0)
 KEY = f"global_step5/{SHARD}"
@@ -49,13 +55,34 @@ def _store(kind: str, folder: Path, request: pytest.FixtureRequest, patch: pytes
     if kind == "directory":
         folder.mkdir()
         return DirectoryStore(str(folder), owner="id-n0", window_bytes=1 << 20)
+    if kind == "sftp":
+        server: Sshd = request.getfixturevalue("running")
+        patch.setenv("HOME", str(server.home))
+        patch.delenv("SSH_AUTH_SOCK", raising=False)
+        return open_store(server.url(secrets.token_hex(4)), access=Access(credentials="env"), owner="id-n0")
+    return _bucket(request.getfixturevalue("moto").endpoint, patch)
+
+
+def _bucket(endpoint: str, patch: pytest.MonkeyPatch) -> Store:
     for name, value in servers.environment().items():
         patch.setenv(name, value)
-    access = servers.access(request.getfixturevalue("moto").endpoint)
+    access = servers.access(endpoint, part_size_bytes=5 << 20)
     return open_store(f"s3://{servers.BUCKET}/{secrets.token_hex(4)}", access=access)
 
 
-@pytest.fixture(params=["memory", "directory", pytest.param("s3", marks=pytest.mark.stores)])
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with sshd(tmp_path_factory.mktemp("sshd")) as server:
+        yield server
+
+
+ON_SERVERS = (
+    pytest.param("s3", marks=pytest.mark.stores),
+    pytest.param("sftp", marks=[pytest.mark.stores, needs_sshd]),
+)
+
+
+@pytest.fixture(params=["memory", "directory", *ON_SERVERS])
 def there(
     request: pytest.FixtureRequest, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AttachedRemote:
@@ -105,6 +132,34 @@ def test_what_came_early_is_not_sent_again_and_is_proved_all_the_same(
     result = node.upload(there, node.order(node.sealed()))
     assert result.bytes_skipped == (node.save_dir / KEY).stat().st_size
     assert is_committed_as_written(node, there, result)
+
+
+@pytest.mark.stores
+@pytest.mark.parametrize("size", [2000, 120_000])
+def test_of_s3_what_came_early_is_proved_by_its_etag_and_not_read(
+    node: Node, moto: servers.Server, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """In one part and in two: sent once, and looked at when the save is whole; the first answer is old."""
+    node.rewrite(SHARD, archive(SHARD.encode() * size))
+    with proxy(moto.port) as between:
+        there = node.attached(_bucket(between.endpoint, monkeypatch))
+        upload_early(there, early(node), node.control())
+        sent, between.requests = between.requests, []
+        result = node.upload(there, node.order(node.sealed()))
+        asked = [line for line in between.requests if KEY in line]
+        assert is_committed_as_written(node, there, result)
+    assert sum(line.startswith("PUT") for line in sent if KEY in line) == 1 + (size > 2000)
+    assert {line.partition(" ")[0] for line in asked} == {"HEAD"}
+
+
+@pytest.mark.stores
+def test_of_s3_an_answer_is_no_proof_of_what_lies_there_later(
+    node: Node, moto: servers.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = node.attached(_bucket(moto.endpoint, monkeypatch))
+    upload_early(there, early(node), node.control())
+    there.store.put(KEY, bytes((node.save_dir / KEY).stat().st_size))
+    assert is_committed_as_written(node, there, node.upload(there, node.order(node.sealed())))
 
 
 @pytest.mark.parametrize("size", [2000, 1999])
@@ -178,17 +233,17 @@ def test_the_disk_is_not_read_for_it(node: Node, tmp_path: Path) -> None:
     assert held(there) is None
 
 
-def back(node: Node) -> TakeBack:
-    return TakeBack(uploads=((KEY, ""),), objects=(KEY,), node_id=f"id-{node.name}")
+def back(node: Node) -> DeleteEarly:
+    return DeleteEarly(uploads=((KEY, ""),), objects=(KEY,), node_id=f"id-{node.name}")
 
 
 def test_what_no_save_came_of_is_removed_and_what_is_listed_stays(node: Node, there: AttachedRemote) -> None:
     upload_early(there, early(node), node.control())
-    take_back(there, back(node), lambda: None)
+    delete_early(there, back(node), lambda: None)
     assert held(there) is None
-    take_back(there, back(node), lambda: None)
+    delete_early(there, back(node), lambda: None)
     result = node.upload(there, node.order(node.sealed()))
-    take_back(there, back(node), lambda: None)
+    delete_early(there, back(node), lambda: None)
     assert is_committed_as_written(node, there, result)
 
 
@@ -209,7 +264,7 @@ def test_where_another_node_writes_nothing_is_sent_early_nor_removed(
     )
     Heartbeats(there.store).put(said)
     with pytest.raises(RefusedError, match="n1"):
-        take_back(there, back(node), lambda: None)
+        delete_early(there, back(node), lambda: None)
     assert held(there) is not None
     other = OPTIM.format(d=1)
     upload_early(there, early(node, other), node.control())
