@@ -137,10 +137,9 @@ class DeleteRemote:
 
 ActionHere = Convert | StopConverting | Hold | ReleaseHold | DropDerived | PointUniversal | DeleteLocal
 """Actions on this node, run by workers."""
-_ActionThere = (
-    Describe | Upload | UploadLateFiles | UploadEarly | CancelUpload | ConfirmCommits | DeleteRemote
-)
-Action = ActionHere | _ActionThere
+ActionThere = Describe | Upload | UploadLateFiles | UploadEarly | CancelUpload | ConfirmCommits | DeleteRemote
+"""Actions in remotes, requested of their children."""
+Action = ActionHere | ActionThere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

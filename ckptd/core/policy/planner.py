@@ -40,7 +40,7 @@ from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.remote import commits_to_delete, keep_remote
 from ckptd.core.policy.removal import judge_removal, removal_actions, without_removed
 from ckptd.core.policy.safety import is_to_upload
-from ckptd.core.policy.uploads import next_upload, upload_early
+from ckptd.core.policy.uploads import early_uploads, next_upload
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,9 +88,7 @@ def plan(view: JobView) -> Plan:
         actions += [action for action in keep_derived(view, local) if not _is_dropped(action, asked)]
         actions += delete_local(view, local.zero)
         actions += removals
-        has_work = {getattr(action, "remote", None) for action in (*actions, *due)}
-        idle = (remote for remote in view.remotes if remote.name not in has_work)
-        actions += [early for remote in idle if (early := upload_early(view, remote)) is not None]
+        actions += early_uploads(view, (*actions, *due))
     actions = on_shared(actions, view.lease)
     return Plan(
         actions=tuple(actions),

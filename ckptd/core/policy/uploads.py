@@ -11,11 +11,13 @@ from ckptd.core.policy.leases import is_committed_elsewhere
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 
 EARLY = "early"
-"""What a remote is said to upload while it is a shard of a save that is still being written."""
+"""Stands for a form while a remote gets a shard of a save that is still being written."""
 
 
 def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) -> list[Action]:
@@ -49,32 +51,35 @@ def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) ->
 
 
 def _is_of(save: SaveView, remote: RemoteView) -> bool:
-    """Tell whether what is uploaded early is of that save: it is waited for."""
+    """Tell whether what is uploaded early is a file of that save, which waits for it."""
     if remote.uploading_early is None:
         return False
     tag, file = remote.uploading_early
-    sealed = next((one for one in save.save.files if one.path == file.path), None)
-    return save.save.tag == tag and sealed is not None and sealed.identity == file.identity
+    is_sealed = any((one.path, one.identity) == (file.path, file.identity) for one in save.save.files)
+    return save.save.tag == tag and is_sealed
 
 
-def upload_early(view: JobView, remote: RemoteView) -> UploadEarly | None:
-    """Choose the largest shard at rest of a save that is being written, for a remote with nothing to do.
+def early_uploads(view: JobView, planned: Iterable[Action]) -> list[UploadEarly]:
+    """Choose for each remote with nothing to do the largest shard at rest of a save that is being written."""
+    if view.lease is not None or view.is_spread:
+        return []
+    at_work = {getattr(action, "remote", None) for action in planned}
+    found = (_largest_at_rest(view, remote) for remote in view.remotes if remote.name not in at_work)
+    return [action for action in found if action is not None]
 
-    Only of a tag that the remote knows nothing of: nothing else may lie, or belong, in its folder.
-    """
+
+def _largest_at_rest(view: JobView, remote: RemoteView) -> UploadEarly | None:
+    """Only of a tag that the remote knows nothing of: nothing else may lie, or belong, in its folder."""
     if not remote.is_attached or remote.is_busy or ZERO not in remote.forms:
         return None
-    if view.lease is not None or view.is_spread:
-        return None
     due = (
-        (file.identity.size_bytes, tag, file)
+        UploadEarly(remote=remote.name, tag=tag, file=file)
         for tag, files in view.at_rest.items()
         if tag not in remote.known_tags
         for file in files
         if (tag, file) not in remote.not_early
     )
-    found = max(due, key=lambda one: (one[0], one[1], one[2].path), default=None)
-    return None if found is None else UploadEarly(remote=remote.name, tag=found[1], file=found[2])
+    return max(due, key=lambda one: (one.file.identity.size_bytes, one.tag, one.file.path), default=None)
 
 
 def _is_zero_due(view: JobView, save: SaveView, remote: RemoteView) -> bool:

@@ -50,7 +50,7 @@ class Folders:
         self.in_flight: frozenset[str] = frozenset()
         """Tags of saves that are being written."""
         self._before: dict[str, FolderListing] = {}
-        """Folders as the scan before the last found them."""
+        """Folders as the scan before found them."""
         self._came: set[str] = set()
         """Tags of checkpoints that were not there at the first scan."""
         self._begun: dict[str, FolderIdentity] = {}
@@ -82,8 +82,8 @@ class Folders:
         return gone
 
     def written_shards(self) -> dict[str, tuple[frozenset[ListedFile], frozenset[ListedFile]]]:
-        """Return, of each new save that is being written, its optimizer shards: those at rest since the
-        scan before, and the others.
+        """Return the optimizer shards of each new save that is being written: those at rest since the scan
+        before, and the others.
         """
         found = {}
         for folder in self.listing.folders if self.listing is not None and self.in_flight else ():

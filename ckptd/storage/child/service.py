@@ -157,13 +157,15 @@ class Service:
             return self._claim(attached, order)
         if isinstance(order, Beat):
             return self._beat(found, order)
-        if isinstance(order, UploadRequest | EarlyRequest):
+        if isinstance(order, UploadRequest):
             return self._upload(attached, order, reporter.control(self._pacer))
         if isinstance(order, Scrub):
             pacer = reporter.control(self._pacer).pacer
             return scrub(attached, order, pacer, reporter.check, self._settings)
         if isinstance(order, DeleteCommit):
             delete_commit(attached, order, reporter.check)
+        elif isinstance(order, EarlyRequest):
+            upload_early(attached, order, reporter.control(self._pacer))
         elif isinstance(order, DeleteEarly):
             delete_early(attached, order, reporter.check)
         else:
@@ -218,11 +220,8 @@ class Service:
         return Beats(nodes=nodes, sharers=sharers, lease=lease)
 
     def _upload(
-        self, attached: AttachedRemote, order: UploadRequest | EarlyRequest, control: TransferControl
-    ) -> UploadResult | Done:
-        if isinstance(order, EarlyRequest):
-            upload_early(attached, order, control)
-            return Done()
+        self, attached: AttachedRemote, order: UploadRequest, control: TransferControl
+    ) -> UploadResult:
         if order.supplement_to is not None:
             return supplement(attached, order, control)
         return upload_form(attached, order, control, self._open_origin)
