@@ -82,7 +82,8 @@ def open_dir_beneath(
     """Open the directory `relative` below `dir_fd`, component by component, on the same device.
 
     With `create_mode` missing components are made; `is_durable`: their names are flushed before anything is
-    put into them. `_ckptd` may lie beside `dir_fd` (ckptd/base/owned_dirs.py). The caller closes the result.
+    put into them, also of those that are there: whoever made one may have been killed before it came to that.
+    `_ckptd` may lie beside `dir_fd` (ckptd/base/owned_dirs.py). The caller closes the result.
 
     Raises:
         RefusedError: a component is a symlink or lies on another device. OSError: as the kernel says.
@@ -100,8 +101,8 @@ def open_dir_beneath(
             if create_mode is not None:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, create_mode, dir_fd=current)
-                    if is_durable:
-                        fsync_dir(current)
+                if is_durable:
+                    fsync_dir(current)
             child = _open_no_symlink(part, DIR_FLAGS, current, relative)
             above, current = current, child
             os.close(above)

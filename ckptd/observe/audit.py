@@ -29,6 +29,8 @@ class Audit:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._is_entry_flushed = False
+        """Whether this process flushed the file's name: the one that made the file may have died before."""
 
     def write(
         self,
@@ -54,7 +56,6 @@ class Audit:
         }
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with opened_ours(self._path.parent) as folder:
-            is_new = not os.access(self._path.name, os.F_OK, dir_fd=folder, follow_symlinks=False)
             fd = os.open(self._path.name, flags, 0o644, dir_fd=folder)
             try:
                 # a line that a full disk cut short ends here, and spoils no other
@@ -63,9 +64,10 @@ class Audit:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            if is_new:
+            if not self._is_entry_flushed:
                 # a file that nobody finds after a power cut says nothing
                 os.fsync(folder)
+                self._is_entry_flushed = True
 
 
 # --- reading ---------------------------------------------------------------------------------------------

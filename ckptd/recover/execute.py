@@ -299,7 +299,7 @@ class StepExecution:
                 head, _, base = file.path.rpartition("/")
                 with (
                     opened_parent(staging, head) as source,
-                    opened_parent(target, head, create_mode=mode) as into,
+                    opened_parent(target, head, create_mode=mode, is_durable=True) as into,
                 ):
                     if files.stat_beneath(into, base) is not None:
                         self._move_aside(below(step.target, file.path), f"{tag}.{base}")

@@ -265,7 +265,7 @@ class FileRepairer:
         ):
             status = os.fstat(folder)
             mode = stat.S_IMODE(status.st_mode) & 0o777
-            with opened_parent(folder, head, create_mode=mode) as into:
+            with opened_parent(folder, head, create_mode=mode, is_durable=True) as into:
                 _own_like(source, base, status)
                 with _times_kept(folder, into):
                     if files.stat_beneath(into, base) is None:

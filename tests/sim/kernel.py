@@ -116,6 +116,8 @@ class Kernel:
         self.ends_at: int | None = None
         """The number of the call at which the daemon's process is killed."""
         self.hooks: dict[int, Callable[[], None]] = {}
+        self.before_rename: Callable[[str, str], None] | None = None
+        """Called with both paths before ckptd renames anything."""
         """What somebody else does at that call."""
         self.on_removal: Callable[[Inode, str], None] = lambda _inode, _path: None
         self.on_move: Callable[[Inode, str, str], None] = lambda _inode, _from, _to: None
@@ -472,6 +474,8 @@ class Kernel:
             raise _error(errno.ENOENT, shown)
         if there is not None and (flags == 1 or there.entries):
             raise _error(errno.EEXIST if flags == 1 else errno.ENOTEMPTY, target)
+        if self.before_rename is not None and self.actor == "ckptd":
+            self.before_rename(shown, target)
         self._effect("rename", f"{shown} -> {target}")
         if self.actor == "ckptd":
             self.on_move(inode, shown, target)
@@ -571,3 +575,4 @@ class Kernel:
         self.is_dead = False
         self.ends_at = None
         self.hooks.clear()
+        self.before_rename = None

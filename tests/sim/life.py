@@ -40,6 +40,8 @@ SETTLED_SECONDS = 20.0
 HEALED_SECONDS = 900.0
 """Backoffs of a remote that was away last a minute at most, a save in flight holds things up for another."""
 APART_SECONDS = 90.0
+REWRITTEN_STEPS = 4
+"""Of a save: its folder, and the first shard or a part of it; the rest comes later."""
 
 
 class Step(NamedTuple):
@@ -311,9 +313,25 @@ def _meanwhile(world: World, rng: random.Random) -> None:
                 trainer.begin(trainer.step + 1, own)
         trainer.go_on(count)
 
-    kernel.hooks[kernel.calls + rng.randint(1, 80)] = hook
+    def rewrite(path: str, target: str) -> None:
+        """The checkpoint that is about to be renamed aside is saved again: its first shards."""
+        save = trainer.current(path.removeprefix(f"{SAVE_DIR}/"))
+        if not target.startswith(f"{SAVE_DIR}/_ckptd/trash/") or save is None or trainer.is_writing:
+            return
+        kernel.before_rename = None
+        _apart(world)
+        trainer.begin(save.step, random.Random(salt), tag=save.tag)
+        trainer.go_on(REWRITTEN_STEPS)
+
+    at = kernel.calls + rng.randint(1, 80)
+    if salt % 2:
+        kernel.hooks[at] = hook
+    else:
+        _save(world, rng)  # what makes an older one go
+        kernel.before_rename = rewrite
     world.live_on(rng.uniform(5.0, 30.0), rng)
     kernel.hooks.clear()
+    kernel.before_rename = None
 
 
 def _journal(world: World, *, garbage: bool) -> None:

@@ -110,6 +110,26 @@ def test_the_first_audit_line_outlives_a_power_cut(world: World) -> None:
     assert b'"prune"' in world.kernel.content_of(f"{STATE_DIR}/audit.jsonl")
 
 
+@pytest.mark.parametrize("calls", range(1, 16))
+def test_what_a_killed_process_made_is_flushed_before_the_next_relies_on_it(world: World, calls: int) -> None:
+    """Life 7204328: the audit file's name was flushed by whoever made the file, who was killed before."""
+    kernel = world.kernel
+
+    def write() -> None:
+        make_state(STATE_DIR, Path(SAVE_DIR), opened(world))
+        Audit(STATE_DIR / "audit.jsonl").write("prune", tag="a", generation=1, form="zero", reason="r")
+        write_decision(STATE_DIR, Decision(kind="pin", tag="global_step1", serial=1))
+
+    kernel.ends_at = kernel.calls + calls
+    with pytest.raises(Killed):
+        write()
+    kernel.forget_processes()
+    write()
+    cut_power(world)
+    assert b'"prune"' in kernel.content_of(f"{STATE_DIR}/audit.jsonl")
+    assert [decision.tag for decision in read_decisions(STATE_DIR)] == ["global_step1"]
+
+
 def test_what_a_prune_removed_stays_removed(world: World) -> None:
     """Half a checkpoint in the trash would look like one that nobody meant to remove."""
     save_dir = opened(world)
@@ -926,6 +946,22 @@ def test_what_was_found_is_old_whoever_seals_it() -> None:
         assert orders(made) == {"global_step5": (1, 5), "global_step7": (1, 7)}
     finally:
         made.leave()
+
+
+def test_a_save_written_over_another_of_its_step_is_the_newer_one(world: World) -> None:
+    """Life 7200337: each was found by a new journal, both had one order, and the later one was deleted."""
+    rng = random.Random(0)
+    saved(world, 3, 1)
+    world.live_on(100, rng)
+    world.kill()
+    world.kernel.actor = "trainer"
+    world.kernel.unlink(f"{STATE_DIR}/journal.db")
+    saved(world, 1)
+    world.live_on(200, rng)
+    first, second = (save for save in world.trainer.saves if save.step == 1)
+    order_of = {live.save: live.order for live in world.judge.live(NAS)}
+    assert order_of[first.number] == (1, 1, 0)
+    assert order_of[second.number] == (1, 1, 1)
 
 
 def orders(world: World) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.save import Order
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 def next_order(step: int, highest: Order | None) -> Order:
@@ -27,17 +27,19 @@ def next_order(step: int, highest: Order | None) -> Order:
     return Order(highest.branch, step, highest.save_seq + 1)
 
 
-def rebuilt_order(step: int, highest: Order | None) -> Order:
+def rebuilt_order(step: int, highest: Order | None, former: Iterable[Order] = ()) -> Order:
     """Return the order of a save from before a *new* journal was begun, which no remote knows.
 
     Below the highest known step it counts as old, not as a rewind: guessing a rewind would let an old save
-    pass for the newest. If the run was rewound after all, its next save says so (`next_order`).
+    pass for the newest. If the run was rewound after all, its next save says so (`next_order`). `former`: all
+    that its folder held before; it counts after a save of its step that it was written over.
 
-    >>> rebuilt_order(5, Order(2, 8, 3))
-    Order(branch=2, step=5, save_seq=0)
+    >>> rebuilt_order(5, Order(2, 8, 3)), rebuilt_order(5, Order(2, 8, 3), [Order(2, 5, 0)])
+    (Order(branch=2, step=5, save_seq=0), Order(branch=2, step=5, save_seq=1))
     """
     if highest is not None and step < highest.step:
-        return Order(highest.branch, step, 0)
+        same = [one.save_seq for one in former if (one.branch, one.step) == (highest.branch, step)]
+        return Order(highest.branch, step, max(same, default=-1) + 1)
     return next_order(step, highest)
 
 

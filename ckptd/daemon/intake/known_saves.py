@@ -206,10 +206,18 @@ class KnownSaves:
 
     def highest(self) -> Order | None:
         """The highest order of any COMMIT or tombstone."""
-        seen = [session.observation for session in self._sessions.values() if session.observation]
-        orders = [order_of(view.commit) for one in seen for view in one.commits]
-        orders += [Order(stone.branch, stone.step, stone.save_seq) for one in seen for stone in one.retired]
-        return max(orders, default=None)
+        return max((order for _, order in self._committed_orders()), default=None)
+
+    def orders_of(self, tag: str) -> list[Order]:
+        """The order of each COMMIT and tombstone of a tag."""
+        return [order for known, order in self._committed_orders() if known == tag]
+
+    def _committed_orders(self) -> Iterator[tuple[str, Order]]:
+        """Tag and order of each COMMIT and tombstone."""
+        for session in self._sessions.values():
+            if (seen := session.observation) is not None:
+                yield from ((view.commit.tag, order_of(view.commit)) for view in seen.commits)
+                yield from ((one.tag, Order(one.branch, one.step, one.save_seq)) for one in seen.retired)
 
     def may_precede(self, written_ns: int, order: Order) -> bool:
         """Tell whether files were written before a commit's save window ended; nodes' clocks agree to

@@ -120,7 +120,7 @@ class Ordering:
                 return order
         passed_by = self._passed_by(folder, step, highest)
         if was_found or passed_by is not None:
-            return rebuilt_order(step, passed_by or highest)
+            return rebuilt_order(step, passed_by or highest, self._known.orders_of(folder.tag))
         return next_order(step, highest)
 
     def _went_on_elsewhere(self, folder: FolderListing, own: Order | None, remote: Order) -> bool:

@@ -44,6 +44,9 @@ class Remembered(KnownSaves):
     def highest(self) -> Order | None:
         return Order(2, 20, 1)
 
+    def orders_of(self, tag: str) -> list[Order]:
+        return []
+
     def may_precede(self, written_ns: int, order: Order) -> bool:
         return self.precedes
 
@@ -148,7 +151,7 @@ def test_a_run_that_was_sent_back_here_is_told_by_its_times(
     state.load()
     key = "_ckptd/nodes/s20~g1~zero/b~d0.n1of1.m00000000.t990_1000~000000000000.json"
     reference = ManifestRef(key=key, sha256="0" * 64)
-    commit = Commit.model_construct(branch=2, step=20, save_seq=1, manifests=(reference,))
+    commit = Commit.model_construct(tag="a", branch=2, step=20, save_seq=1, manifests=(reference,))
     view = CommitView.model_construct(key="k", sha256="d", commit=commit, disputed=False)
     link = Link("nas", Observation.model_construct(commits=(view,)))
     links = cast("Any", {"nas": link})
