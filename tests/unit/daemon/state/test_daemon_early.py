@@ -34,7 +34,7 @@ class House:
         self.key = f"{self.save.tag}/{self.save.files[0].path}"
         self.orders: list[m.DeleteEarly] = []
         self.failed: list[CkptdError] = []
-        self.session: Any = SimpleNamespace(
+        self.session = SimpleNamespace(
             name=NAS,
             may_transfer=True,
             is_claimed=True,
@@ -43,7 +43,8 @@ class House:
             note_transfer_failed=self.failed.append,
         )
         config: Any = SimpleNamespace(save_dir=root)
-        self.early = EarlyUploader(config, self.state, {NAS: self.session}, lambda: None)
+        sessions: Any = {NAS: self.session}
+        self.early = EarlyUploader(config, self.state, sessions, lambda: None)
 
     def _start(self, order: m.DeleteEarly, on_answer: Any) -> None:
         self.orders.append(order)
