@@ -14,6 +14,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -291,10 +292,22 @@ def open_stores(shelf: Path, seams: Seams, tell: Callable[[str], None], lanes: i
         return Told(open_store(url, **more), tell)
 
     put(service, "open_store", opened)
+    put(service, "upload_early", partial(_told_early, service.upload_early))
+
+
+def _told_early(upload_early: Callable[..., None], *given: Any) -> None:
+    Told.is_early = True
+    try:
+        upload_early(*given)
+    finally:
+        Told.is_early = False
 
 
 class Told:
     """A store whose uploads are written down: what was sent again is counted by the judge."""
+
+    is_early = False
+    """A shard is uploaded before its save is whole: cut short, it may be sent again from its beginning."""
 
     def __init__(self, inner: Any, tell: Callable[[str], None]) -> None:
         self._inner = inner
@@ -313,7 +326,7 @@ class Told:
         def moved(progress: Any) -> None:
             nonlocal flushed
             on_progress(progress)
-            if progress.flushed_bytes > flushed:
+            if progress.flushed_bytes > (source.size_bytes - 1 if Told.is_early else flushed):
                 flushed = progress.flushed_bytes
                 self._tell(f"flushed {json.dumps([key, flushed])}")
 

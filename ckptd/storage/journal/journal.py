@@ -43,7 +43,7 @@ __all__ = ["DeletionIntent", "DeletionRow", "Journal", "ObjectRow", "SaveRow", "
 log = logging.getLogger("ckptd.journal")
 
 EARLY_ID = 0
-"""Stands for the save of objects that were sent before it was sealed: no save has this id."""
+"""Stands for the save of objects that were uploaded before it was sealed: no save has this id."""
 _TAILS = ("-wal", "-shm", "-journal")
 
 
@@ -305,7 +305,7 @@ class Journal:
         )
 
     def adopt_early(self, save_id: int, remote: str, key: str) -> None:
-        """Make an object that was sent early one of the save that has its file: known, and not believed."""
+        """Give an object that was uploaded early to the save that has its file: known, and not believed."""
         self._db.execute(
             "UPDATE OR IGNORE objects SET save_id=? WHERE save_id=? AND remote=? AND key=?",
             (save_id, EARLY_ID, remote, key),
@@ -313,7 +313,7 @@ class Journal:
         self.forget_early(remote, [key])
 
     def forget_early(self, remote: str, keys: Iterable[str]) -> None:
-        """Forget objects that were sent early: they are gone, never came, or a COMMIT lists them."""
+        """Forget objects that were uploaded early: they are gone, never came, or a COMMIT lists them."""
         query = "DELETE FROM objects WHERE save_id=? AND remote=? AND key=?"
         self._db.executemany(query, [(EARLY_ID, remote, key) for key in keys])
 

@@ -2,7 +2,7 @@
 
 Nothing is proved and nothing replaced: the upload of the whole save finds the object, compares it with the
 file as it was sealed, and replaces what differs. So an object that came early saves time and decides nothing.
-What no save came of is removed. Both only where no other node ever wrote: another may take an object that
+What no save came of is deleted. Both only where no other node ever wrote: another may take an object that
 nobody lists for its own.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def upload_early(attached: AttachedRemote, order: EarlyRequest, control: TransferControl) -> None:
-    """Send the shard, unless it has no end yet, is not in the page cache, or is not alone there.
+    """Upload the shard, unless it has no end yet, is not in the page cache, or is not alone there.
 
     What is cut short is given up: nobody could tell whether its bytes and those of a later attempt are of one
     write.
@@ -51,12 +51,12 @@ def upload_early(attached: AttachedRemote, order: EarlyRequest, control: Transfe
         return
     root = open_root(order.root)
     try:
-        _send(attached, order, root, control)
+        _upload(attached, order, root, control)
     finally:
         os.close(root)
 
 
-def _send(attached: AttachedRemote, order: EarlyRequest, root: int, control: TransferControl) -> None:
+def _upload(attached: AttachedRemote, order: EarlyRequest, root: int, control: TransferControl) -> None:
     file, store = order.file, attached.store
     with open_source(file, root, partial(mode_of_folder, root)) as source:
         # to read the disk would slow the save
@@ -76,7 +76,7 @@ def _send(attached: AttachedRemote, order: EarlyRequest, root: int, control: Tra
 
 
 def delete_early(attached: AttachedRemote, order: DeleteEarly, check: Callable[[], None]) -> None:
-    """Give up half uploads, and remove objects that no manifest lists.
+    """Give up half uploads, and delete objects that no manifest lists.
 
     Raises:
         RefusedError: another node has written there, or a manifest cannot be read.

@@ -347,9 +347,9 @@ class UploadRequest(Model):
 
 
 class EarlyRequest(Model):
-    """Send one shard of a save that is still being written, if it is framed and nothing has its key.
+    """Upload one shard of a save that is still being written, if it is framed and nothing has its key.
 
-    It is proved by the upload of its save alone. Answered by `Done`, after an `ObjectDone` if it was sent.
+    It is proved by the upload of its save alone. Answered by `Done`, after an `ObjectDone` where it was.
     """
 
     op: Literal["early"] = "early"
@@ -360,13 +360,13 @@ class EarlyRequest(Model):
 
 
 class DeleteEarly(Model):
-    """Remove what was sent early for a save that never became whole, where no other node writes."""
+    """Delete what was uploaded early for a save that never became whole, where no other node writes."""
 
     op: Literal["delete-early"] = "delete-early"
     uploads: tuple[tuple[str, str], ...] = ()
     """Half uploads to give up: (key, token)."""
     objects: tuple[str, ...] = ()
-    """Keys of objects to remove, unless a manifest lists them."""
+    """Keys of objects to delete, unless a manifest lists them."""
     node_id: str
 
 
