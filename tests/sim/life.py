@@ -33,6 +33,7 @@ SOMETIMES = (
 )  # fmt: skip
 RUNS = ("other", "other", "other", "anew")
 """Another run commits into the same remotes; the training begins anew in the same place."""
+REWRITES = ("rewrite",)
 MOST_DEATHS = 12
 """In a row, in a life of many deaths."""
 DEATH_SECONDS = 10.0
@@ -83,17 +84,22 @@ def drawn(seed: int, most_steps: int = 40, *, dies_often: bool = False) -> Life:
     kinds = [*ALWAYS, *(kind for kind in SOMETIMES if rng.random() < 0.6)]
     count = rng.randint(10, most_steps)
     steps = tuple(Step(rng.choice(kinds), rng.getrandbits(32)) for _ in range(count))
-    steps = steps if seed % 3 else with_runs(seed, steps)
+    if seed % 3 == 0:
+        steps = with_more(seed, steps, RUNS, "runs", 6)
+    elif seed % 3 == 1:
+        steps = with_more(seed, steps, REWRITES, "rewrites", 3)
     steps = with_deaths(seed, steps) if dies_often else steps
     return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
 
 
-def with_runs(seed: int, steps: Sequence[Step]) -> tuple[Step, ...]:
-    """A life of several runs: drawn apart, so that all others stay what they were."""
-    rng = random.Random(f"{seed}-runs")
+def with_more(
+    seed: int, steps: Sequence[Step], kinds: Sequence[str], name: str, most: int
+) -> tuple[Step, ...]:
+    """Some steps of other kinds among the others: drawn apart, so that all others stay what they were."""
+    rng = random.Random(f"{seed}-{name}")
     found = list(steps)
-    for _ in range(rng.randint(1, 6)):
-        found.insert(rng.randint(0, len(found)), Step(rng.choice(RUNS), rng.getrandbits(32)))
+    for _ in range(rng.randint(1, most)):
+        found.insert(rng.randint(0, len(found)), Step(rng.choice(kinds), rng.getrandbits(32)))
     return tuple(found)
 
 
@@ -313,8 +319,17 @@ def _meanwhile(world: World, rng: random.Random) -> None:
                 trainer.begin(trainer.step + 1, own)
         trainer.go_on(count)
 
-    def rewrite(path: str, target: str) -> None:
-        """The checkpoint that is about to be renamed aside is saved again: its first shards."""
+    kernel.hooks[kernel.calls + rng.randint(1, 80)] = hook
+    world.live_on(rng.uniform(5.0, 30.0), rng)
+    kernel.hooks.clear()
+
+
+def _rewrite(world: World, rng: random.Random) -> None:
+    """A checkpoint is saved again as it is about to be renamed aside: its first shards."""
+    trainer, kernel, salt = world.trainer, world.kernel, rng.getrandbits(32)
+    _save(world, rng)  # what makes an older one go
+
+    def hook(path: str, target: str) -> None:
         save = trainer.current(path.removeprefix(f"{SAVE_DIR}/"))
         if not target.startswith(f"{SAVE_DIR}/_ckptd/trash/") or save is None or trainer.is_writing:
             return
@@ -323,14 +338,8 @@ def _meanwhile(world: World, rng: random.Random) -> None:
         trainer.begin(save.step, random.Random(salt), tag=save.tag)
         trainer.go_on(REWRITTEN_STEPS)
 
-    at = kernel.calls + rng.randint(1, 80)
-    if salt % 2:
-        kernel.hooks[at] = hook
-    else:
-        _save(world, rng)  # what makes an older one go
-        kernel.before_rename = rewrite
+    kernel.before_rename = hook
     world.live_on(rng.uniform(5.0, 30.0), rng)
-    kernel.hooks.clear()
     kernel.before_rename = None
 
 
@@ -485,6 +494,7 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "twice": _twice,
     "deaths": _deaths,
     "meanwhile": _meanwhile,
+    "rewrite": _rewrite,
     "journal-lost": lambda world, _: _journal(world, garbage=False),
     "journal-garbage": lambda world, _: _journal(world, garbage=True),
     "mood": _mood,
