@@ -35,7 +35,7 @@ from ckptd.observe.status import pid_space
 from ckptd.storage.local.state_dir import awaits_checkpoint, drop_status, prepare_state_dir, private_place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Set
     from pathlib import Path
 
     from ckptd.daemon.health.exporter import Exporter
@@ -175,19 +175,21 @@ class Publisher:
         is_urgent |= old is not None and old.is_scanned != is_scanned
         age = math.inf if old is None or is_urgent else now - old.made_at_seconds
         if age >= AGES_SECONDS or (is_changed and age >= PROGRESS_SECONDS):
-            status = _status(job, old.status if old is not None else None)
+            events = self._event_logs.setdefault(job, EventLog(job.state_dir)) if is_scanned else None
+            unended = events.unended() if events is not None else frozenset()
+            status = _status(job, old.status if old is not None else None, unended)
             self._notifier.see(status, is_scanned=is_scanned)
-            if is_scanned:
-                self._record(job, status)
+            if events is not None:
+                self._record(job, events, status)
             self._parts[job] = _Part(key, _text(status), status, is_scanned, now)
             is_changed = is_moving
         self.has_unsaid = self.has_unsaid or is_changed
         return self._parts[job]
 
-    def _record(self, job: Job, status: st.JobStatus) -> None:
+    def _record(self, job: Job, events: EventLog, status: st.JobStatus) -> None:
         """Write the events of a job whose checkpoints are known, and its files of `ready_dir`."""
         try:
-            self._event_logs.setdefault(job, EventLog(job.state_dir)).see(status)
+            events.see(status)
             job.problems.clear("events-unwritten", "")
         except (OSError, CkptdError) as error:
             failure = error if isinstance(error, CkptdError) else from_os_error(error, str(job.state_dir))
@@ -287,12 +289,12 @@ class Publisher:
         return False
 
 
-def _status(job: Job, before: st.JobStatus | None) -> st.JobStatus:
+def _status(job: Job, before: st.JobStatus | None, unended: Set[tuple[str, str | None]]) -> st.JobStatus:
     """Return the status of a job; an unexpected error in it becomes a problem and spares the daemon and other
     jobs.
     """
     try:
-        return job_status(job)
+        return job_status(job, unended)
     except (CkptdError, OSError):
         raise
     except Exception as error:

@@ -19,7 +19,7 @@ from ckptd.base.extents import write_all
 from ckptd.base.owned_dirs import opened_ours
 from ckptd.errors import CkptdError
 from ckptd.observe.events import Event, events_between
-from ckptd.observe.status import FormStatus, JobStatus
+from ckptd.observe.status import FormStatus, JobStatus, rfc3339
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +52,7 @@ class EventLog:
         Raises:
             OSError, CkptdError: it could not be written; the next call tries it again.
         """
-        before = self._known or self._open(status)
+        before = self._known or self._open()
         if time.monotonic() - self._made_at_seconds < REAPPEARS_SECONDS:
             status = _with_problems_of(before, status)
         self._unwritten += events_between(before, status)
@@ -67,21 +67,34 @@ class EventLog:
             files.write_atomic(folder, KNOWN, json.dumps(document).encode())
         self._is_outdated = False
 
-    def _open(self, status: JobStatus) -> JobStatus:
-        """Return the facts that the events so far go by; without any, none."""
+    def unended(self) -> frozenset[tuple[str, str | None]]:
+        """Return tag and completion of each checkpoint whose end is no event yet; as far as known now."""
+        with contextlib.suppress(OSError, CkptdError):
+            self._known = self._known or self._open()
+        known = self._known.checkpoints if self._known is not None else ()
+        return frozenset((one.tag, one.local.complete_at) for one in known if one.local.ended_at is None)
+
+    def _open(self) -> JobStatus:
+        """Return the facts that the events so far go by; without any, none.
+
+        Raises:
+            OSError, CkptdError: they cannot be read now, which does not mean that they are lost.
+        """
         from pydantic import TypeAdapter
 
-        last_ids = [row["id"] for row in read_events(self._folder)]
-        with contextlib.suppress(OSError, CkptdError, ValueError, KeyError, TypeError):
+        rows = read_events(self._folder)
+        last_ids = [row["id"] for row in rows]
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             with opened_ours(self._folder) as folder:
                 document = json.loads(files.read_beneath(folder, KNOWN))
             self._last_id = max([*last_ids, int(document["id"])])
             return TypeAdapter(JobStatus).validate_python(document["job"])
         self._last_id = max(last_ids, default=0)
-        if last_ids:
+        if rows:
             text = f"{KNOWN} was lost: some events may be missing here; what is there now follows"
-            self._unwritten.append(Event(kind="gap", job=status.name, at=status.as_of, text=text))
-        return replace(_facts(status), checkpoints=(), problems=())
+            gap = Event(kind="gap", job=str(rows[-1].get("job")), at=rfc3339(time.time()), text=text)
+            self._unwritten.append(gap)
+        return JobStatus(name="", job_id=None, save_dir="", state="ok")
 
     def _append(self, folder: int) -> None:
         """Write all that waits, then flush; an id is the time in ms, or one more than the last."""

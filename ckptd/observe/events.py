@@ -88,7 +88,7 @@ def _checkpoint(job: JobStatus, old: CheckpointStatus | None, new: CheckpointSta
                 yield event(kind="committed", text=text, form=form, remote=remote, url=urls.get(remote))
     if new.local.universal == "ready" and (old is None or old.local.universal != "ready"):
         yield event(kind="converted", text=f"{new.tag} is universal", form="universal")
-    if new.state == "pruned" and old is not None and old.state != "pruned":
+    if new.state == "pruned" and (old is None or old.state != "pruned"):
         where = [n for n, forms in new.remotes.items() if any(f.state == "committed" for f in forms.values())]
         kept = f"it is committed on {', '.join(where)}" if where else "no remote holds it"
         yield event(kind="pruned", text=f"{new.tag} left this node; {kept}")

@@ -32,7 +32,6 @@ from ckptd.errors import (
     LockHeld,
     NeedsWholeFiles,
     NoSpaceError,
-    NothingCommitted,
     TargetExists,
     from_os_error,
 )
@@ -423,15 +422,19 @@ def write_resume_marker(
 def one_at_a_time(save_dir_fd: int) -> Iterator[None]:
     """Hold the lock of recoveries in a save_dir; waits for another one.
 
-    Where there was nothing of ours and there is nothing to resume from, nothing stays: before the first
+    Where there was nothing of ours and it fails before anything lies there, nothing stays: before the first
     checkpoint nobody knows whether the trainer bears a folder of ours (adr/0050).
     """
     was_there = files.stat_beneath(save_dir_fd, OURS) is not None
-    with closing(ensure_ours(save_dir_fd, STAGING)) as staging:
-        try:
+    while True:
+        with closing(ensure_ours(save_dir_fd, STAGING)) as staging:
             lock(staging, fcntl.LOCK_EX)
-            yield
-        except NothingCommitted:
-            for name in () if was_there else (STAGING, OURS):
-                remove_empty(save_dir_fd, name)
-            raise
+            if os.fstat(staging).st_nlink == 0:  # the one that was waited for failed, and removed it
+                continue
+            try:
+                yield
+            except BaseException:
+                for name in () if was_there else (STAGING, OURS):
+                    remove_empty(save_dir_fd, name)
+                raise
+            return

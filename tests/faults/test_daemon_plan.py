@@ -164,3 +164,13 @@ def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
     (here.root / "states" / "empty").mkdir(parents=True)
     none = here.ckptd("plan", "empty", "--config-dir", settings)
     assert (none.returncode, f"{save_dir} has no checkpoint yet" in none.stderr) == (66, True), none.stderr
+
+    # a state directory outside of save_dir begins with the daemon, not with the first checkpoint
+    save_dir.mkdir()
+    daemon = [sys.executable, "-m", "ckptd", "run", "--config-dir", str(settings)]
+    here.processes.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
+    here.wait("begun", (here.root / "states" / "empty" / "status.json").exists)
+    for state in ("runs", "has ended"):
+        none = here.ckptd("plan", "empty", "--config-dir", settings)
+        assert (none.returncode, none.stdout) == (66, ""), (state, none)
+        here.stop()

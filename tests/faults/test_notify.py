@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -115,6 +117,21 @@ def test_webhook_heartbeat_and_hooks(house: House, receiver: Receiver) -> None:
         ("one", action, "global_step1") for action in ("complete", "upload", "commit")
     ]
     assert "SECRET-PATH" not in json.dumps(house.status())
+
+
+def test_a_job_of_two_arguments_has_the_hooks_of_the_configuration(house: House) -> None:
+    """Without --config-dir, as one of a job file has; and `check` names what is wrong with them."""
+    settings = house.config / "ckptd.toml"
+    settings.write_text(f'[notify]\non_committed = ["/bin/sh", "-c", "cat > {house.root}/seen"]\n')
+    house.save("one")
+    job = (str(house.root / "nvme" / "one"), str(house.root / "nas" / "one"), "--same-filesystem")
+    environ = os.environ | {"CKPTD_CONFIG_DIR": str(house.config), "CKPTD_SETTLE": "0.5s"}
+    command = [sys.executable, "-m", "ckptd", "run", *job, "--once"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    assert json.loads((house.root / "seen").read_text())["tag"] == "global_step1", done.stderr
+    settings.write_text('[notify]\non_committed = ["/no/such/program"]\n')
+    checked = house.ckptd("check", "--config-dir", str(house.config), "--no-probe", *job)
+    assert "/no/such/program" in checked.stdout
 
 
 def test_notifiers_that_fail_hang_or_are_gone_cost_nothing(house: House, receiver: Receiver) -> None:

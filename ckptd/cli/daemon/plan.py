@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ckptd.config.schema import JobConfig
     from ckptd.core.policy.retention import RetentionKeys
     from ckptd.daemon.job import Job
+    from ckptd.errors import NotFoundError
     from ckptd.observe.status import ForeseenPlaceStatus, HoldingStatus, PlanStatus
 
 ANSWER_SECONDS = 60.0
@@ -71,6 +72,8 @@ def register(app: typer.Typer) -> None:
         other = job_with(config, changes or [])
         note_remotes(where, config, other)
         places = ask(where, config, directory, other.retention_keys, saves)
+        if not any(place.checkpoints or not place.is_known for place in places):
+            raise _no_checkpoint(config)
         if as_json:
             rows = [asdict(place) for place in places]
             print(json.dumps({"schema_version": 1, "name": config.name, "places": rows}, indent=1))
@@ -185,7 +188,7 @@ def _work_alone(config: JobConfig, directory: Path, take: Callable[[PlanStatus |
         NotFoundError, BehindError, CkptdError: as `ask`. KeyboardInterrupt: a signal ended it.
     """
     from ckptd.cli.daemon.request import work_alone
-    from ckptd.errors import BehindError, NotFoundError
+    from ckptd.errors import BehindError
 
     ends = time.monotonic() + ANSWER_SECONDS
 
@@ -195,8 +198,7 @@ def _work_alone(config: JobConfig, directory: Path, take: Callable[[PlanStatus |
                 return True
             failures = [p.text for p in job.problems.all() if p.code == "job-interrupted"]
             if job.turns and not job.needs_turn and job.phase != "active" and not failures:
-                msg = f"{config.save_dir} has no checkpoint yet"
-                raise NotFoundError(msg, hint="there is nothing to plan before; ckptd status")
+                raise _no_checkpoint(config)
             if time.monotonic() > ends:
                 why = "; ".join(failures) or "its planner gave no answer"
                 raise BehindError(f"{config.name} could not be planned: {why}", hint="ckptd status")
@@ -205,6 +207,13 @@ def _work_alone(config: JobConfig, directory: Path, take: Callable[[PlanStatus |
     work_alone(config, directory, is_done)
     if not take(None):
         raise KeyboardInterrupt
+
+
+def _no_checkpoint(config: JobConfig) -> NotFoundError:
+    from ckptd.errors import NotFoundError
+
+    msg = f"{config.save_dir} has no checkpoint yet"
+    return NotFoundError(msg, hint="there is nothing to plan before; ckptd status")
 
 
 def show(config: JobConfig, places: Sequence[ForeseenPlaceStatus]) -> None:

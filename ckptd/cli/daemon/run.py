@@ -191,9 +191,9 @@ def load(
 
     if save_dir is None and not jobs and config_dir is None:
         save_dir, jobs = _from_environment(environ)
+    directory = config_dir or commands.default_config_dir(environ)
     if save_dir is None:
         _must_be_of_arguments(save_total_limit, existing, same_filesystem)
-        directory = config_dir or commands.default_config_dir(environ)
         if jobs:
             daemon = loader.load_daemon(directory / "ckptd.toml", environ)
             files = [_file_of(job, directory, environ) for job in jobs]
@@ -217,8 +217,8 @@ def load(
         must_be_existing(existing)
         options["existing"] = existing
     single = loader.job_from_arguments(save_dir, url, options, environ)
-    daemon_path = config_dir / "ckptd.toml" if config_dir else None
-    return loader.LoadedConfig(daemon=loader.load_daemon(daemon_path, environ), jobs=(single,))
+    daemon = loader.load_daemon(directory / "ckptd.toml", environ)
+    return loader.LoadedConfig(daemon=daemon, jobs=(single,))
 
 
 def _remembered_url(

@@ -143,6 +143,7 @@ def _load(
                 environ,
                 save_dir=str(first.save_dir),
                 url=url,
+                config_dir=directory,
                 verb="check",
                 same_filesystem=same_filesystem,
             )

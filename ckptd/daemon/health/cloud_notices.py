@@ -6,15 +6,22 @@ notice without a time that can be read ends the node as soon as that cloud ever 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ckptd.errors import RemoteUnreachable, StorageError
+import psutil
+from pydantic import TypeAdapter
+
+from ckptd.base import files
+from ckptd.errors import CkptdError, RemoteUnreachable, StorageError
+from ckptd.storage.local.state_dir import drop_status, prepare_state_dir, private_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 5.0
 TIMEOUT_SECONDS = 5.0
 _LIMIT_BYTES = 1 << 20
+_COUNTED = "notices.json"
 _GCP = {"Metadata-Flavor": "Google"}
 _AZURE = {"Metadata": "true"}
 
@@ -55,19 +63,41 @@ class Cloud(Protocol):
 
 
 class _Deadlines:
-    """Count the time of notices that name none, from when each was first seen."""
+    """Count the time of notices that name none, from when each was first seen since this node began.
 
-    def __init__(self) -> None:
+    A daemon that is started again goes on counting by a file in the user's own place.
+    """
+
+    def __init__(self, base: str) -> None:
+        self._place = private_place(Path("/", base))
         self._counted: dict[str, float] = {}
 
     def of(self, notice: str, seconds: float, named: object = None) -> float:
         """Return the time that is named, else `seconds` after the first call for this notice."""
         at = _unix(named)
-        return at if at is not None else self._counted.setdefault(notice, time.time() + seconds)
+        if at is None and notice not in self._counted:
+            self._counted |= {notice: time.time() + seconds}
+            with contextlib.suppress(OSError, CkptdError):
+                prepare_state_dir(self._place)
+                with files.opened_dir(self._place) as fd:
+                    self._counted |= _counted_before(fd)
+                    files.write_atomic(fd, _COUNTED, json.dumps(self._counted).encode())
+        return self._counted[notice] if at is None else at
 
     def forget(self) -> None:
         """Count anew for a notice that comes again."""
         self._counted.clear()
+        drop_status(self._place, _COUNTED)
+
+
+def _counted_before(place_fd: int) -> dict[str, float]:
+    """Return what was counted since this node was booted."""
+    status = files.stat_beneath(place_fd, _COUNTED)
+    if status is None or status.st_mtime < psutil.boot_time():
+        return {}
+    with contextlib.suppress(ValueError):
+        return TypeAdapter(dict[str, float]).validate_json(files.read_beneath(place_fd, _COUNTED))
+    return {}
 
 
 class Aws:
@@ -81,7 +111,7 @@ class Aws:
     def __init__(self, base: str) -> None:
         self._base = base
         self._token: str | None = None
-        self._deadlines = _Deadlines()
+        self._deadlines = _Deadlines(base)
 
     def is_here(self) -> bool:
         """Tell whether a token is given out."""
@@ -134,7 +164,7 @@ class Gcp:
     def __init__(self, base: str) -> None:
         self._base = f"{base}/computeMetadata/v1/instance"
         self._etag = "0"
-        self._deadlines = _Deadlines()
+        self._deadlines = _Deadlines(base)
 
     def is_here(self) -> bool:
         """Tell whether the service says its name."""
@@ -175,7 +205,7 @@ class Azure:
         self._base = f"{base}/metadata"
         self._name: str | None = None
         self._is_asked = False
-        self._deadlines = _Deadlines()
+        self._deadlines = _Deadlines(base)
 
     def is_here(self) -> bool:
         """Tell whether the service knows this machine."""

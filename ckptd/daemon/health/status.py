@@ -24,7 +24,7 @@ from ckptd.observe import status as st
 from ckptd.observe.status import rfc3339
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Set
 
     from ckptd.core.model.listing import FolderListing
     from ckptd.core.model.records import SaveRow, UploadRecord
@@ -44,8 +44,11 @@ SHOWN_ENDED = 20
 """Pruned and vanished saves that status still shows."""
 
 
-def job_status(job: WatchedJob) -> st.JobStatus:
-    """Build the status of one job as status.json publishes it."""
+def job_status(job: WatchedJob, unended: Set[tuple[str, str | None]] = frozenset()) -> st.JobStatus:
+    """Build the status of one job as status.json publishes it.
+
+    `unended`: tag and completion of checkpoints whose end is to be shown, however many there are.
+    """
     severities = {p.severity for p in job.problems.all()}
     state: st.JobStateName = "ok"
     state = "attention" if "attention" in severities else "behind" if "behind" in severities else state
@@ -84,7 +87,7 @@ def job_status(job: WatchedJob) -> st.JobStatus:
         disk=_disk(job, job.state, expected),
         production_bytes_per_second=expected.production_bytes_per_second,
         link_bytes_per_second=link_speed(job, job.state),
-        checkpoints=_checkpoints(job, job.state),
+        checkpoints=_checkpoints(job, job.state, unended),
         drain=drain_status(job, job.state),
         removal=removal_status(job),
         plan=job.control.plan_answer if job.control.plan is not None else None,
@@ -236,16 +239,20 @@ def _disk(job: WatchedJob, state: JobState, expected: DiskForecast) -> st.DiskSt
     )
 
 
-def _checkpoints(job: WatchedJob, state: JobState) -> tuple[st.CheckpointStatus, ...]:
+def _checkpoints(
+    job: WatchedJob, state: JobState, unended: Set[tuple[str, str | None]]
+) -> tuple[st.CheckpointStatus, ...]:
     rows = sorted(state.saves.rows.values(), key=lambda r: r.save.order, reverse=True)
-    shown = [r for r in rows if r.state == "present" or r.held]
+    here = [r for r in rows if r.state == "present" or r.held]
     ended = [r for r in rows if not r.held and r.state in ("pruned", "vanished", "superseded")]
+    older = [r for r in ended[SHOWN_ENDED:] if (r.save.tag, rfc3339(r.sealed_at)) in unended]
+    shown = [*here, *ended[:SHOWN_ENDED], *older]
     times = state.journal.upload_times()
     assert job.view is not None
     view = job.view
     left = frozenset(s.id for s in view.saves if not is_to_upload(view, s) and not is_committed(view, s))
-    sealed = [_sealed(job, state, row, times, row.id in left) for row in [*shown, *ended[:SHOWN_ENDED]]]
-    sealed_tags = {r.save.tag for r in shown}
+    sealed = [_sealed(job, state, row, times, row.id in left) for row in shown]
+    sealed_tags = {r.save.tag for r in here}
     folders = {f.tag: f for f in state.folders.listing.folders} if state.folders.listing is not None else {}
     cut_short = unfinished(state)
     open_ones = [

@@ -30,6 +30,7 @@ from ckptd.storage.remote.documents import now_utc, read_identity
 from ckptd.storage.remote.heartbeats import live_nodes
 from ckptd.storage.remote.messages import Attached
 from ckptd.storage.remote.runs import newest_run
+from ckptd.storage.stores.directory import explained
 from ckptd.storage.stores.fsspec_store import FilesStore
 from ckptd.storage.stores.open import directory_path
 
@@ -195,7 +196,7 @@ def _kind_of_new(store: Store, settings: RemoteSettings, path: Path | None) -> t
         place = path if path.is_dir() else path.parent
         if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
             denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            raise from_os_error(denied, f"{place}: making a folder there")
+            raise explained(denied, f"{place}: making a folder there", str(path))
     elif settings.url.startswith(_OBJECT_STORES):
         store.probe()
     return RemoteNotInitialised
@@ -265,7 +266,7 @@ def _prepare_root(path: Path, store: Store, settings: RemoteSettings) -> None:
         path.mkdir(mode=0o755 & parent.stat().st_mode, exist_ok=True)
         _flush_names(parent)
     except OSError as error:
-        raise from_os_error(error, f"creating {path}") from error
+        raise explained(error, f"creating {path}", str(path)) from error
 
 
 def _is_elsewhere(settings: RemoteSettings) -> bool:

@@ -15,12 +15,14 @@ import hashlib
 import mmap
 import os
 import secrets
+import shlex
 import stat
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptd.base import extents, files, names
+from ckptd.base.humanize import user_in_words
 from ckptd.base.names import ROOT
 from ckptd.base.owned_dirs import list_dir
 from ckptd.errors import (
@@ -382,12 +384,32 @@ def try_folder(root: int) -> None:
         os.rmdir(_TRIED, dir_fd=root)
 
 
-def explained(error: OSError, where: str) -> CkptdError:
-    """Translate an error of the share: what is denied to root is denied by a server."""
-    if error.errno == errno.EACCES and os.geteuid() == 0:
-        msg = f"{where}: {error.strerror}, although ckptd is root: the server squashes root (root_squash)"
-        return NotPermitted(msg, hint="run ckptd as the user who trains")
-    return from_os_error(error, where)
+def explained(error: OSError, where: str, root: str) -> CkptdError:
+    """Translate an error of a share, with who may write at `root`: what is denied to root is denied by a
+    server.
+    """
+    plain = from_os_error(error, where)
+    if error.errno not in (errno.EACCES, errno.EPERM):
+        return plain
+    msg, hint, us = plain.message, plain.hint, os.geteuid()
+    is_squashed = error.errno == errno.EACCES and us == 0
+    if is_squashed:
+        msg += ", although ckptd is root: the server squashes root (root_squash)"
+        hint = "run ckptd as the user who trains"
+    place, quoted = root if os.path.isdir(root) else os.path.dirname(root), shlex.quote(root)
+    with contextlib.suppress(OSError):
+        status = os.stat(place)
+        if os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            return NotPermitted(msg, hint=hint)  # further below
+        owner, mode = user_in_words(status.st_uid), stat.S_IMODE(status.st_mode)
+        msg += f"; {place} is owned by {owner}, mode {mode:o}, ckptd runs as {user_in_words(us)}"
+        if is_squashed:
+            hint += f", and let that user write there: on the server, `install -d -o USER {quoted}`"
+        elif status.st_uid == us:
+            hint = f"`chmod u+wx {shlex.quote(place)}`"
+        else:
+            hint = f"as root, of a share on its server: `install -d -o {us} {quoted}`"
+    return NotPermitted(msg, hint=hint)
 
 
 def buffer_of(size_bytes: int) -> memoryview:
@@ -729,7 +751,7 @@ class DirectoryStore(Store):
         where = f"{self._path}: {doing}"
         if error.errno in GONE:
             return RemoteUnreachable(f"{where}: {error.strerror}")
-        return explained(error, where)
+        return explained(error, where, self._path)
 
     def _open_partial(self, folder: int, name: str, resume: ResumePoint | None) -> tuple[int, int, int]:
         """Open a partial file; returns (descriptor, offset to go on at, CRC64 so far).

@@ -115,6 +115,24 @@ def test_a_clean_restart_with_nothing_new_tells_nothing(tmp_path: Path) -> None:
     assert kinds == ["complete", "committed", "committed"]
 
 
+def test_each_of_many_deletions_at_once_is_an_event(tmp_path: Path) -> None:
+    """More than status shows of what is gone; also after a crash between the deletions and their events."""
+    scene = Scene(tmp_path)
+    tags = [scene.save(step) for step in range(2, 56, 2)]
+    state = scene.save_dir / "_ckptd" / "state"
+    more = {"CKPTD_REMOTE_FORMS": "zero", "CKPTD_EXISTING": "all"}
+    with daemon(scene, "--once", **more) as first:
+        assert first.wait(PATIENCE_SECONDS) == 0
+    before = (state / event_log.KNOWN).read_bytes()
+    for _ in range(2):
+        since = read_events(state)[-1]["id"]
+        with daemon(scene, "--once", "--save-total-limit", "1", **more) as second:
+            assert second.wait(PATIENCE_SECONDS) == 0
+        told = [row["tag"] for row in read_events(state, since) if row["kind"] == "pruned"]
+        assert sorted(told) == sorted(tags[:-1])
+        (state / event_log.KNOWN).write_bytes(before)
+
+
 def wait_for_lines(path: Path, count: int) -> None:
     """Until a file that hooks append to has so many lines."""
     end = time.monotonic() + PATIENCE_SECONDS

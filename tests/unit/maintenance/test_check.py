@@ -23,6 +23,7 @@ from ckptd.errors import ConfigError, NotPermitted
 from ckptd.maintenance.check import check_job, check_outlets
 from ckptd.storage.local.probe import Finding, probe_save_dir
 from ckptd.storage.local.state_dir import filesystem_type, is_network, prepare_state_dir, state_dir_of
+from ckptd.storage.stores.directory import DirectoryStore
 from tests.support.recover_scene import Scene
 
 UNIT = Path(__file__).parents[3] / "systemd" / "ckptd@.service"
@@ -221,6 +222,48 @@ def test_what_its_own_user_may_not_write_is_said_with_its_mode(tmp_path: Path, c
         assert "as whom ckptd runs, mode 500: it may not write there" in said
         assert f"chmod u+wx {tmp_path}/nvme/run" in said
         assert "run ckptd as" not in said
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a folder to somebody else")
+@pytest.mark.parametrize("closed", ["nas/run", "nas"])
+@pytest.mark.parametrize("words", [(), ("--init-remote",)])
+def test_a_share_whose_server_squashes_root_is_told_as_one(
+    tmp_path: Path, closed: str, words: tuple[str, ...]
+) -> None:
+    """A root that may not write there, as a server's answer to root is; and what to type there."""
+    path = job_file(tmp_path)
+    (tmp_path / "nvme/run").mkdir()
+    (tmp_path / closed).mkdir(exist_ok=True)
+    os.chown(tmp_path / closed, NOBODY, NOBODY)
+    (tmp_path / closed).chmod(0o755)
+    command = [sys.executable, "-c", WITHOUT_RIGHTS, "check", str(path), *words]
+    environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent", "COLUMNS": "999"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=100)
+    assert done.returncode == 77, done
+    assert "the server squashes root (root_squash)" in done.stdout
+    assert f"{tmp_path}/{closed} is owned by nobody ({NOBODY}), mode 755, ckptd runs as root" in done.stdout
+    assert (
+        "→ run ckptd as the user who trains, and let that user write there: on the server, `install -d "
+        in done.stdout
+    )
+    assert f"-o USER {tmp_path}/nas/run`" in done.stdout
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
+def test_a_remote_of_somebody_else_is_told_with_who_may(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    os.seteuid(NOBODY)
+    try:
+        with pytest.raises(NotPermitted) as denied:
+            DirectoryStore(str(tmp_path / "run")).probe()
+    finally:
+        os.seteuid(0)
+    assert f"{tmp_path}/run is owned by root (0), mode 755, ckptd runs as nobody" in denied.value.message
+    assert f"`install -d -o {NOBODY} {tmp_path}/run`" in denied.value.hint
 
 
 def test_before_the_first_start(tmp_path: Path) -> None:

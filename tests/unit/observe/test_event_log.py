@@ -140,6 +140,33 @@ def test_lost_facts_are_a_gap_and_all_that_is_there(tmp_path: Path) -> None:
     assert {row["tag"] for row in told[1:]} == {"step1", "step2"}
 
 
+def test_facts_that_cannot_be_read_now_are_not_lost(tmp_path: Path) -> None:
+    """The next call reads them: nothing is told twice. What is no document is lost."""
+    EventLog(tmp_path).see(job(checkpoint("step1", "pending")))
+    since = read_events(tmp_path)[-1]["id"]
+    (tmp_path / KNOWN).rename(tmp_path / "aside")
+    (tmp_path / KNOWN).mkdir()
+    log = EventLog(tmp_path)
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            log.see(job(checkpoint("step1")))
+    (tmp_path / KNOWN).rmdir()
+    (tmp_path / "aside").rename(tmp_path / KNOWN)
+    log.see(job(checkpoint("step1")))
+    assert brief(read_events(tmp_path, since)) == [("committed", "step1")]
+    (tmp_path / KNOWN).write_text('{"id": 1, "jo')
+    EventLog(tmp_path).see(job(checkpoint("step1")))
+    assert [row["kind"] for row in read_events(tmp_path, since)][1:] == ["gap", "complete", "committed"]
+
+
+def test_a_save_that_comes_and_goes_between_two_looks_is_told_of(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.see(job(checkpoint("step1")))
+    since = read_events(tmp_path)[-1]["id"]
+    log.see(job(checkpoint("step1"), replace(checkpoint("step2"), state="pruned")))
+    assert [row["kind"] for row in read_events(tmp_path, since)] == ["complete", "committed", "pruned"]
+
+
 def test_lost_lines_give_no_id_twice(tmp_path: Path) -> None:
     EventLog(tmp_path).see(job(checkpoint("step1", "pending")))
     since = read_events(tmp_path)[-1]["id"]

@@ -232,10 +232,10 @@ def test_a_defect_in_what_is_said_of_one_job_ends_nothing(
         place = tmp_path / f"{name}-state"
         jobs.append(Job(config, DaemonConfig(), place, limits, Workers(posts.append), posts.append))
 
-    def status(one: Job) -> JobStatus:
+    def status(one: Job, unended: frozenset[tuple[str, str | None]]) -> JobStatus:
         if one.config.name == "llama":
             raise ZeroDivisionError("division by zero")
-        return job_status(one)
+        return job_status(one, unended)
 
     publisher.publish(jobs, [], Reloaded(), 1)
     monkeypatch.setattr(publishing, "job_status", status)

@@ -96,6 +96,7 @@ def test_a_folder_on_the_root_disk_may_be_a_share_that_is_not_mounted(scene: Sce
 def test_a_place_whose_parent_is_missing_was_not_reached(scene: Scene, apart: Path) -> None:
     code, said = resume(scene, apart / "none" / "run")
     assert (code, said.count("is not there")) == (69, 1), said
+    assert list(scene.save_dir.iterdir()) == [], "nothing of ours lies there before the first checkpoint"
 
 
 def test_a_remote_that_is_away_beside_a_new_one(scene: Scene, apart: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ def give_notice(service: Metadata) -> None:
 
 
 @pytest.fixture(autouse=True)
-def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
+def brisk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cloud_notices, "private_place", lambda _: tmp_path / "own")
     monkeypatch.setattr(termination, "POLL_SECONDS", 0.2)
     monkeypatch.setattr(cloud_notices, "TIMEOUT_SECONDS", 0.5)
     for cloud in cloud_notices.CLOUDS.values():
@@ -222,6 +224,33 @@ def test_a_host_maintenance(service: Metadata, heard: Heard, *, value: str, is_t
     else:
         with pytest.raises(queue.Empty):
             heard.next(1.0)
+
+
+@only("gcp")
+def test_a_daemon_that_is_started_again_goes_on_counting(service: Metadata, tmp_path: Path) -> None:
+    """Until the notice is taken back, or the node was booted; it says the hour once, from its first sight."""
+
+    def deadline() -> float:
+        heard = Heard(service)
+        try:
+            return notice_of(heard.next()).deadline_unix
+        finally:
+            heard.watch.close()
+
+    service.say(MAINTENANCE, "TERMINATE_ON_HOST_MAINTENANCE")
+    first = deadline()
+    assert deadline() == first
+    (counted,) = (tmp_path / "own").iterdir()
+    for content, at in (("{}", time.time()), ("[", time.time()), (f'{{"GCP: x": {first}}}', 10**9)):
+        counted.write_text(content)
+        os.utime(counted, (at, at))
+        assert deadline() > first
+        assert "GCP: x" not in counted.read_text()
+    service.say(MAINTENANCE, "NONE")
+    heard = Heard(service)
+    while counted.exists():
+        time.sleep(0.05)
+    heard.watch.close()
 
 
 @only("azure")
