@@ -36,6 +36,7 @@ from ckptd.daemon import job
 from ckptd.storage.child import service, slots
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote import transfer
+from ckptd.storage.remote.early import upload_early
 from ckptd.storage.stores import checksums
 from ckptd.storage.stores import open as opening
 from ckptd.storage.stores.directory import DirectoryStore
@@ -292,13 +293,13 @@ def open_stores(shelf: Path, seams: Seams, tell: Callable[[str], None], lanes: i
         return Told(open_store(url, **more), tell)
 
     put(service, "open_store", opened)
-    put(service, "upload_early", partial(_told_early, service.upload_early))
+    put(service, "upload_early", partial(_told_early, upload_early))
 
 
-def _told_early(upload_early: Callable[..., None], *given: Any) -> None:
+def _told_early(carry_out: Callable[..., None], *given: Any) -> None:
     Told.is_early = True
     try:
-        upload_early(*given)
+        carry_out(*given)
     finally:
         Told.is_early = False
 
