@@ -120,6 +120,8 @@ class Measured:
 
     server: str
     model: sparse.Model
+    link_bytes_per_second: float
+    """Of each connection."""
     bytes: int
     copied_up_bytes: int
     copied_down_bytes: int
@@ -165,7 +167,7 @@ def measured(name: str, model: sparse.Model, link_bytes_per_second: float) -> Me
             for folder in ("save", "scene", "server"):
                 shutil.rmtree(place / f"{folder}-{copies}")
         (total, up, down, seconds), (_, sent, _, sent_seconds) = found
-        return Measured(name, model, total, up, down, seconds, sent, sent_seconds)
+        return Measured(name, model, link_bytes_per_second, total, up, down, seconds, sent, sent_seconds)
     finally:
         shutil.rmtree(place)
 
@@ -246,12 +248,12 @@ def planned_table(found: list[Share]) -> str:
     return "\n".join(lines)
 
 
-def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
+def measured_table(found: list[Measured]) -> str:
     """The part of the page that was sent and timed."""
-    headings = "server | checkpoint | GB | up, GB | up, of the form | down, GB | seconds"
+    headings = "server | checkpoint | MB/s | GB | up, GB | up, of the form | down, GB | seconds"
     headings += " | up without copies, GB | seconds"
     lines = [
-        f"Machine: {machine()}; servers on it, {link_bytes_per_second / 1e6:.0f} MB/s for each connection.",
+        f"Machine: {machine()}; servers on it; MB/s: of each connection, four are used.",
         "",
         f"| {headings} |",
         "|" + "---|" * (headings.count("|") + 1),
@@ -260,6 +262,7 @@ def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
         cells = [
             one.server,
             one.model.name,
+            f"{one.link_bytes_per_second / 1e6:g}",
             f"{one.bytes / 1e9:.2f}",
             f"{one.copied_up_bytes / 1e9:.2f}",
             f"{one.copied_up_bytes / one.bytes:.1%}",
@@ -279,23 +282,26 @@ def measured_table(found: list[Measured], link_bytes_per_second: float) -> str:
             (f"of the time without copies, at most {MOST_OF_THE_TIME}", MOST_OF_THE_TIME, f"{times:.2f}"),
         ):
             word = "reached" if float(value) <= limit else "NOT reached"
-            lines.append(f"* {one.server}, {stage}, {aim}: {value} ({word})")
+            pace = f"{one.link_bytes_per_second / 1e6:g} MB/s"
+            lines.append(f"* {one.server}, {stage}, {pace}, {aim}: {value} ({word})")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Plan all, measure one layer of each stage, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--link", type=float, default=10e6, help="bytes a second of each connection")
+    parser.add_argument(
+        "--links", type=float, nargs="+", default=[10e6, 2.5e6], help="bytes a second of each connection"
+    )
     parser.add_argument("--planned", action="store_true", help="plan alone: nothing is uploaded")
     chosen = parser.parse_args()
     replace_part(planned_table([share for model in CASES for share in shares(model)]), "in_store")
     if not chosen.planned:
         if reason := ceph.missing():
             parser.error(reason)
-        runs = [measured(name, model, chosen.link) for name in SERVERS for model in LAYERS]
-        replace_part(measured_table(runs, chosen.link), "in_store, measured")
-        replace_part(adapters_table(adapter_saves(chosen.link)), "in_store, adapters")
+        cases = [(name, model, link) for name in SERVERS for model in LAYERS for link in chosen.links]
+        replace_part(measured_table([measured(*case) for case in cases]), "in_store, measured")
+        replace_part(adapters_table(adapter_saves(chosen.links[0])), "in_store, adapters")
 
 
 if __name__ == "__main__":

@@ -467,6 +467,12 @@ class DaemonConfig(Section):
         '"none"',
         "limit of all uploads together; or by the clock",
     )
+    convert_bandwidth: Bandwidth = _key(
+        Timetable(),
+        "convert_bandwidth",
+        '"none"',
+        "limit of conversions on the node: bytes that they copy and compare; by the clock when one begins",
+    )
     max_uploads: Annotated[int, Field(ge=1, le=64)] = _key(
         4, "max_uploads", "4", "checkpoints uploaded at once, of all jobs to all remotes"
     )

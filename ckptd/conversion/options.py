@@ -66,6 +66,8 @@ class ConvertOptions:
     """Refuse or stop when the write would leave less free than this; clones cost almost nothing."""
     strict: bool = True
     low_priority: bool = True
+    bytes_per_second: int | None = None
+    """Copy and compare no more than this; None: as fast as it goes. Clones cost nothing."""
     write_latest: bool = False
     """Write `latest_universal` beside the destination (the stock converter does; never for weights)."""
 

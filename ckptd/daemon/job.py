@@ -279,7 +279,7 @@ class Job:
             state,
             self.workers,
             self.audit,
-            self._limits.conversion_bytes,
+            self._limits,
             self.wake,
             self.known_saves.is_pinned,
             shared_lease.holds if shared_lease is not None else lambda: True,

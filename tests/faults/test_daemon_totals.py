@@ -125,6 +125,26 @@ def test_a_job_that_ends_while_it_waits_in_line_lets_the_others_pass(house: Hous
     house.wait("both", lambda: both_committed(house))
 
 
+def test_conversions_keep_to_their_limit(house: House) -> None:
+    """They copy and compare no faster; without a limit both took half a second."""
+    rate = 400_000
+    two_jobs(house, f'convert_bandwidth = "{rate // 1000}kB/s"')
+    daemon = house.start()
+    seen: list[float] = []
+
+    def made() -> list[Path]:
+        return list((house.root / "nvme").glob("*/_ckptd/derived/universal/global_step1/ckptd.json"))
+
+    def look() -> None:
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children_of(daemon.pid)]
+        if any(b"executor_child" in line for line in lines):
+            seen.append(time.monotonic())
+
+    sampled(house, look, lambda: len(made()) == 2)
+    tensors = sum(path.stat().st_size for one in made() for path in one.parent.rglob("*.pt"))
+    assert seen[-1] - seen[0] > 0.7 * tensors / rate > 2, "long enough to be measured"
+
+
 def test_one_conversion_at_a_time(house: House) -> None:
     """Over both jobs at most one planning child or executor runs; both get their universal form."""
     two_jobs(house, "")

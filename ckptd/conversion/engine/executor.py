@@ -29,6 +29,7 @@ from ckptd.conversion.engine.writer import (
 )
 from ckptd.conversion.parts import Literal, Part, Range, ranges_of
 from ckptd.conversion.plan import OutputCheck, OutputFile
+from ckptd.conversion.reader import BLOCK_BYTES as COMPARED_BYTES
 from ckptd.conversion.reader import Ranges, blocks_of, refuse_unequal
 from ckptd.errors import NoSpaceError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
@@ -36,6 +37,7 @@ from ckptd.storage.stores.parallel import FailFastPool
 
 if TYPE_CHECKING:
     from ckptd.conversion.reader import SourceFiles
+    from ckptd.storage.stores.rate_limit import RateLimiter
 
 
 # --- Clonable ranges: one rule for executor, planner and forecast ----------------------------------------
@@ -116,6 +118,7 @@ class Worker:
     folders: OutputFolders
     settings: WriteLimits
     counters: Counters
+    pacer: RateLimiter
     stop: threading.Event
     local: SourceFiles | None = field(init=False)
     clone: bool = field(init=False)
@@ -179,7 +182,10 @@ class Worker:
             for data in blocks_of(part, self.sources):
                 self._check_stop()
                 writer.put(data)
-                self.counters.add(nbytes=len(data), copied=0 if isinstance(part, Literal) else len(data))
+                if isinstance(part, Literal):
+                    self.counters.add(nbytes=len(data))
+                else:
+                    self._copied(len(data))
         writer.finish()
         return True
 
@@ -189,7 +195,7 @@ class Worker:
             self._check_stop()
             step = min(writer.room(), part.nbytes - done)
             writer.take(source, part.offset + done, step)
-            self.counters.add(nbytes=step, copied=step)
+            self._copied(step)
             done += step
 
     def _parts(self, fd: int, at: int, parts: tuple[Part, ...]) -> None:
@@ -231,6 +237,11 @@ class Worker:
     def _check_stop(self) -> None:
         if self.stop.is_set():
             raise StoppedByParent
+
+    def _copied(self, nbytes: int) -> None:
+        """Count bytes that were copied, and rest as the limit says."""
+        self.counters.add(nbytes=nbytes, copied=nbytes)
+        self.pacer.take(nbytes, self._check_stop)
 
     def _check_room(self, length: int) -> None:
         """Raise unless writing `length` bytes leaves the reserve free for the trainer's next save (P13)."""
@@ -288,7 +299,7 @@ class Worker:
                 step = min(step, extent)
             self._check_room(step)
             extents.copy_range(source, offset + done, fd, at + done, step)
-            self.counters.add(nbytes=step, copied=step)
+            self._copied(step)
             dirty.wrote(at + done + step, step)
             if local.was_cold(source):
                 extents.drop_pages(source, offset + done, step)
@@ -302,7 +313,7 @@ class Worker:
             self._check_room(len(data))
             extents.write_at(fd, data, at)
             at += len(data)
-            self.counters.add(nbytes=len(data), copied=len(data))
+            self._copied(len(data))
             dirty.wrote(at, len(data))
         if at != begin + part.nbytes:
             raise SourceChanged("a source ended early while it was read")
@@ -315,4 +326,4 @@ class Worker:
 
     def compare(self, check: OutputCheck) -> None:
         """Refuse what must be equal and is not: see `refuse_unequal`."""
-        refuse_unequal(check, self.sources, self._check_stop)
+        refuse_unequal(check, self.sources, lambda: self.pacer.take(COMPARED_BYTES, self._check_stop))

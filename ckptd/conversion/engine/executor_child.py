@@ -30,6 +30,7 @@ from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReade
 from ckptd.conversion.reader import Ranges, SourceFiles
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
 from ckptd.storage.stores.parallel import FailFastPool
+from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,6 +65,8 @@ class Request:
     """Folder to import numpy from when weights are rounded; empty: none are."""
     network: bool = False
     """Allow connections: for sources and outputs that lie in a remote."""
+    bytes_per_second: int | None = None
+    """Limit of what is copied and compared."""
 
 
 def main() -> int:
@@ -128,6 +131,7 @@ class Execution:
             modes=(request.file_mode, request.folder_mode, request.gid),
         )
         self.folders = OutputFolders(self.out_fd, self.settings)
+        self.pacer = RateLimiter(request.bytes_per_second)
 
     def run(self) -> None:
         """Verify sources if asked, make all files, prove the sources unchanged, flush folders."""
@@ -244,6 +248,7 @@ class Execution:
             folders=self.folders,
             settings=self.settings,
             counters=self.counters,
+            pacer=self.pacer,
             stop=self.stop,
         )
 

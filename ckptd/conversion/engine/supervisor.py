@@ -276,6 +276,7 @@ class Conversion:
             "gid": folder.gid,
             "verify": options.verify,
             "low_priority": options.low_priority,
+            "bytes_per_second": options.bytes_per_second,
             "manifest": MADE_BY,
             "numpy_folder": self.numpy_folder,
             **self.more,

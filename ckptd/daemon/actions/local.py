@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         ReleaseHold,
         StopConverting,
     )
+    from ckptd.daemon.resources.limits import HostLimits
     from ckptd.daemon.resources.workers import JobWorkers
     from ckptd.observe.audit import Audit
 
@@ -60,7 +61,7 @@ class LocalActions:
         state: JobState,
         workers: JobWorkers,
         audit: Audit,
-        conversion_bytes: Callable[[], int],
+        limits: HostLimits,
         wake: Callable[[], None],
         is_pinned: Callable[[str], bool],
         holds_lease: Callable[[], bool],
@@ -69,7 +70,7 @@ class LocalActions:
         self._state = state
         self._workers = workers
         self._audit = audit
-        self._conversion_bytes = conversion_bytes
+        self._limits = limits
         self._wake = wake
         self.signals = Signals(holds=holds_lease)
         self.deleter = LocalDeleter(
@@ -186,7 +187,9 @@ class LocalActions:
 
         self.signals.give_room.clear()
         options = convert_options.ConvertOptions(
-            memory_budget_bytes=self._conversion_bytes(), reserve_bytes=reserve_bytes
+            memory_budget_bytes=self._limits.conversion_bytes(),
+            reserve_bytes=reserve_bytes,
+            bytes_per_second=self._limits.conversion_bytes_per_second(),
         )
         self._in_worker(
             f"converting {tag}",

@@ -116,6 +116,7 @@ class HostLimits:
         """Other limits, from now on."""
         self._max_uploads = daemon.max_uploads
         self._bandwidth = daemon.bandwidth
+        self._convert_bandwidth = daemon.convert_bandwidth
         self.memory_bytes = daemon.memory_budget_bytes(psutil.virtual_memory().total)
         """Budget of the whole process tree."""
 
@@ -134,6 +135,10 @@ class HostLimits:
         children's shares.
         """
         return self.division.conversion_bytes
+
+    def conversion_bytes_per_second(self) -> int | None:
+        """Return what a conversion that begins now may copy and compare each second; None: all it can."""
+        return self._convert_bandwidth.at(self._unix())
 
     def begin_turn(self, mine: Sequence[Hashable]) -> None:
         """A turn of a job begins: who of it waits in line must ask again."""

@@ -318,6 +318,7 @@ def _worker(execution: Execution) -> Worker:
         folders=execution.folders,
         settings=execution.settings,
         counters=execution.counters,
+        pacer=execution.pacer,
         stop=execution.stop,
     )
 

@@ -131,15 +131,19 @@ def test_timetables_are_followed_on_the_fly(monkeypatch: pytest.MonkeyPatch) -> 
     hour = 3600.0
     clock = [7 * hour]
     links = [Link(Timetable()), Link(parse_timetable("12:00,10B/s 13:00,off"))]
-    daemon = DaemonConfig.model_validate({"bandwidth": "08:00,90B/s 20:00,off"})
+    daemon = DaemonConfig.model_validate(
+        {"bandwidth": "08:00,90B/s 20:00,off", "convert_bandwidth": "12:00,7B/s 13:00,off"}
+    )
     found_links = cast("list[RemoteSession]", links)
     limits = HostLimits(daemon, lambda: found_links, lambda: 0, remotes=list, unix=lambda: clock[0])
-    found = []
+    found, converted = [], []
     for now in (7, 8, 12.5, 13, 20, 12.5 - 24 * 365):
         clock[0] = now * hour
         limits.share_and_wake()
         found.append([link.told[-1] for link in links])
+        converted.append(limits.conversion_bytes_per_second())
     assert found == [[None, None], [45, 45], [80, 10], [45, 45], [None, None], [80, 10]]
+    assert converted == [None, None, 7, None, None, 7]
     monkeypatch.undo()
     time.tzset()
 
