@@ -83,6 +83,8 @@ class Judge:
         self._before: dict[str, dict[str, Live]] = {name: {} for name in remotes}
         """COMMITs at the last look."""
         self._pinned_before: frozenset[str] = frozenset()
+        self.being_read: set[tuple[str, str]] = set()
+        """(remote, COMMIT) of what somebody reads there, under a lease that was there before its removal."""
         self._looked_seconds = 0.0
         self._known_finished: set[int] = set()
         self._aside: set[int] = set()
@@ -411,6 +413,8 @@ class Judge:
                 continue
             if not any([live.key, live.sha256] in row["commits"] for row in lines):
                 self.say("P1", f"{name}: {live.key} is gone without a line in audit.jsonl")
+            if (name, live.key) in self.being_read:
+                self.say("P18", f"{name}: {live.key} is gone while somebody reads it")
             if live.tag in self.pinned and live.tag in self._pinned_before:
                 self.say("P5", f"{name}: {live.key} is gone and is pinned")
             alike = [o for o in (*before.values(), *found) if o.run_id == live.run_id]
@@ -479,6 +483,11 @@ class Judge:
         going = self._aside | self.removed.keys()
         spared = {s.number for s in self.trainer.saves if s.tag == tag and s.number in going}
         self.pinned[tag] = spared
+
+    def on_read(self, name: str, tag: str) -> None:
+        """A reader left its lease; of a list that may hide it nothing is expected."""
+        if not self.was_stale:
+            self.being_read |= {(name, live.key) for live in self.live(name) if live.tag == tag}
 
     def on_rules(self, rules: Rules, required: frozenset[str]) -> None:
         """A person changed the job file."""

@@ -33,7 +33,8 @@ SOMETIMES = (
 )  # fmt: skip
 RUNS = ("other", "other", "other", "anew")
 """Another run commits into the same remotes; the training begins anew in the same place."""
-REWRITES = ("rewrite",)
+READS = ("rewrite", "read")
+"""A checkpoint is saved again as it leaves; one is read in a remote."""
 MOST_DEATHS = 12
 """In a row, in a life of many deaths."""
 DEATH_SECONDS = 10.0
@@ -87,7 +88,7 @@ def drawn(seed: int, most_steps: int = 40, *, dies_often: bool = False) -> Life:
     if seed % 3 == 0:
         steps = with_more(seed, steps, RUNS, "runs", 6)
     elif seed % 3 == 1:
-        steps = with_more(seed, steps, REWRITES, "rewrites", 3)
+        steps = with_more(seed, steps, READS, "reads", 4)
     steps = with_deaths(seed, steps) if dies_often else steps
     return Life(seed=seed, config=job_of(rng), can_clone=rng.random() < 0.5, steps=steps)
 
@@ -343,6 +344,22 @@ def _rewrite(world: World, rng: random.Random) -> None:
     kernel.before_rename = None
 
 
+def _read(world: World, rng: random.Random) -> None:
+    """Somebody reads a committed checkpoint in a remote, while others are saved; perhaps the daemon dies."""
+    name = rng.choice(world.config.remotes).name
+    found = sorted({live.tag for live in world.judge.live(name)})
+    if not found:
+        return
+    with world.reading(name, rng.choice(found)) as renew:
+        for _ in range(rng.randint(1, 4)):
+            _save(world, rng)
+            if rng.random() < 0.3:
+                world.kill()
+            world.live_on(rng.uniform(10.0, 120.0), rng)
+            renew()
+            world.look()
+
+
 def _journal(world: World, *, garbage: bool) -> None:
     world.kill()
     kernel = world.kernel
@@ -495,6 +512,7 @@ STEPS: dict[str, Callable[[World, random.Random], None]] = {
     "deaths": _deaths,
     "meanwhile": _meanwhile,
     "rewrite": _rewrite,
+    "read": _read,
     "journal-lost": lambda world, _: _journal(world, garbage=False),
     "journal-garbage": lambda world, _: _journal(world, garbage=True),
     "mood": _mood,

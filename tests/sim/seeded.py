@@ -141,6 +141,7 @@ PATCHES: dict[str, tuple[tuple[Any, str, Any], ...]] = {
         (known_saves.KnownSaves, "is_pinned", lambda *_: False),
         (deletion, "is_pinned", lambda *_: False),
     ),
+    "readers are not looked at": ((deletion, "reader_of", lambda *_: None),),
     "keep_every_steps is not looked at": ((retention, "_divided", lambda *_: []),),
     "keep_best is not looked at": (
         (local, "score_of", _no_best),

@@ -30,6 +30,7 @@ from ckptd.daemon.uploads.requests import hold_name
 from ckptd.errors import CkptdError
 from ckptd.storage.local.clones import about_name
 from ckptd.storage.remote import observe
+from ckptd.storage.remote.readers import ReaderLease
 from ckptd.storage.stores.open import open_store
 from tests.sim.decisions import HOUR_SECONDS, rules_of
 from tests.sim.judge import Broken, Judge
@@ -649,6 +650,25 @@ class World:
         for name in sorted(self.other.beating):
             with self._beside(name) as store:
                 self.other.end(name, store)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, tag: str) -> Iterator[Callable[[], None]]:
+        """A lease on a checkpoint of a remote for as long as the block runs; yields what renews it."""
+        with self._beside(name) as store:
+            lease = ReaderLease(store, "restore")
+
+        def renew() -> None:
+            with self._beside(name):
+                lease.hold(tag)
+
+        renew()
+        self.judge.on_read(name, tag)
+        try:
+            yield renew
+        finally:
+            self.judge.being_read.clear()
+            with self._beside(name):
+                lease.end()
 
     @contextlib.contextmanager
     def _beside(self, name: str) -> Iterator[Any]:
