@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +36,7 @@ from tests.cluster_convert.scene import MIB, OPTIONS, InBackground, clustered, c
 from tests.stores import rgw, servers
 from tests.stores.proxy import Fault, proxy
 from tests.support import recover_scene
-from tests.support.real import Recipe, prepare, save_dir_of
+from tests.support.real import REPOSITORY, Recipe, prepare, save_dir_of
 
 TAG = "global_step2"
 STAGE_3 = Recipe(stage=3, world_size=2)
@@ -390,6 +392,22 @@ def test_no_scheduler_there(save: Path, tmp_path: Path, monkeypatch: pytest.Monk
     assert caught.value.exit_code == 69
     assert address.url in caught.value.message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_script_that_starts_workers(save: Path, tmp_path: Path, is_file: bool) -> None:
+    """On stdin it works, though workers read a main script again; one without a guard is told of it."""
+    words = [str(save), str(tmp_path / "out")]
+    script = f"import ckptd\nckptd.convert(*{words}, cluster='local:1')\n"
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, str(tmp_path / "script.py") if is_file else "-"]
+    done = subprocess.run(
+        command, input=script, cwd=REPOSITORY, text=True, capture_output=True, check=False, timeout=200
+    )
+    assert (done.returncode, (tmp_path / "out").exists()) == ((1, False) if is_file else (0, True)), (
+        done.stderr
+    )
+    assert ('belongs below `if __name__ == "__main__":`' in done.stderr) == is_file
 
 
 # --- memory ----------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def start(tests: Path, module: str, compat: str, shard: str, arguments: list[str
     name = shard.replace("/", "of")
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HOOK),
+        "PYTHONPATH": f"{HOOK}:{REPOSITORY}",
         "DS_SUITE_CKPTD": str(REPOSITORY),
         "DS_SUITE_COMPAT": compat,
         "DS_SUITE_LOG": str(PLACE / "conversions.log"),

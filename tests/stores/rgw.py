@@ -1,7 +1,8 @@
 """Ceph's RADOS gateway as processes on this machine: one monitor, one OSD, one gateway, on 127.0.0.1 alone.
 
 Real production code for the suite of S3 (`make rgw-packages`, `make stores-full`): it checks signatures and
-Content-MD5, heeds If-None-Match on PUT and ignores it on Complete. Every process is ended by its pid.
+Content-MD5, heeds If-None-Match on PUT and ignores it on Complete. Every process ends with the one that
+started it, however that ends.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -84,15 +84,20 @@ def rgw(root: Path) -> Iterator[Server]:
     text = _CONF.format(fsid=fsid, mon1=mon1, mon2=mon2, root=root, disk=_DISK_BYTES)
     (root / "ceph.conf").write_text(text)
     server = Server("rgw", [], port, root / "log" / "client.rgw.a.log")
+    daemons: list[subprocess.Popen[bytes]] = []
     try:
-        _start(root, fsid, f"[v2:127.0.0.1:{mon2},v1:127.0.0.1:{mon1}]", port)
+        _start(root, fsid, f"[v2:127.0.0.1:{mon2},v1:127.0.0.1:{mon1}]", port, daemons)
         server.client().create_bucket(Bucket=BUCKET)
         yield server
     finally:
-        _end(root)
+        # the gateway first, the monitor last
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in reversed(daemons):
+            _end(daemon)
 
 
-def _start(root: Path, fsid: str, mon: str, port: int) -> None:
+def _start(root: Path, fsid: str, mon: str, port: int, daemons: list[subprocess.Popen[bytes]]) -> None:
     conf, keyring = ["-c", "ceph.conf"], "keyring"
 
     def run(*command: str) -> None:
@@ -109,18 +114,23 @@ def _start(root: Path, fsid: str, mon: str, port: int) -> None:
             message = f"{' '.join(command)}: {done.stderr[-2000:]}"
             raise RuntimeError(message)
 
+    def begin(*command: str) -> None:
+        words = ["setpriv", "--pdeathsig", "KILL", *command, "-f"]
+        silent = subprocess.DEVNULL
+        daemons.append(subprocess.Popen(words, cwd=root, stdin=silent, stdout=silent, stderr=silent))
+
     for number, (name, caps) in enumerate(_KEYS.items()):
         create = [] if number else ["--create-keyring"]
         run("ceph-authtool", *create, keyring, "--gen-key", "-n", name, *caps)
     run("monmaptool", "--create", "--clobber", "--fsid", fsid, "--addv", "a", mon, "monmap")
     run("ceph-mon", *conf, "--mkfs", "-i", "a", "--monmap", "monmap", "--keyring", keyring)
-    run("ceph-mon", *conf, "-i", "a")
+    begin("ceph-mon", *conf, "-i", "a")
     disk = str(uuid.uuid4())
     run("ceph", *conf, "osd", "new", disk)
     run("ceph-osd", *conf, "-i", "0", "--mkfs", "--osd-uuid", disk)
-    run("ceph-osd", *conf, "-i", "0")
+    begin("ceph-osd", *conf, "-i", "0")
     run("ceph", *conf, "osd", "crush", "add", "osd.0", "1", "root=default")
-    run("radosgw", *conf, "-n", "client.rgw.a", "--rgw-frontends", f"beast endpoint=127.0.0.1:{port}")
+    begin("radosgw", *conf, "-n", "client.rgw.a", "--rgw-frontends", f"beast endpoint=127.0.0.1:{port}")
     user = ["--uid", "t", "--display-name", "t", "--access-key", ACCESS_KEY, "--secret", SECRET_KEY]
     run("radosgw-admin", *conf, "user", "create", *user)
     end = time.monotonic() + START_SECONDS
@@ -132,22 +142,9 @@ def _start(root: Path, fsid: str, mon: str, port: int) -> None:
     raise RuntimeError(message)
 
 
-def _end(root: Path) -> None:
-    """The gateway first, the monitor last; none is left behind."""
-    order = ("client.rgw.a", "osd.0", "mon.a")
-    pids = [int(file.read_text()) for name in order if (file := root / "run" / f"{name}.pid").exists()]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        end = time.monotonic() + 200
-        while time.monotonic() < end and any(_lives(pid) for pid in pids):
-            time.sleep(0.1)
-
-
-def _lives(pid: int) -> bool:
+def _end(daemon: subprocess.Popen[bytes]) -> None:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        daemon.wait(200)
+    except subprocess.TimeoutExpired:
+        daemon.kill()
+        daemon.wait()

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -116,10 +117,28 @@ def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
     )
     threads = max(1, min(shares_of(budget_bytes).tasks, os.cpu_count() or 1))
     if address.kind == "local":
-        from distributed import LocalCluster
+        cluster = _local(address.count, threads, folder, stack)
+    else:
+        cluster = _slurm(address.count)
+    stack.callback(lambda: cluster.close(timeout=10))
+    return cluster
 
-        cluster = LocalCluster(
-            n_workers=address.count,
+
+def _local(count: int, threads: int, folder: str, stack: ExitStack) -> Any:
+    """Start workers on this machine; each reads the main script of this process again, where it is a file.
+
+    Raises:
+        RemoteUnreachable: they did not start (69).
+    """
+    from distributed import LocalCluster
+
+    main = sys.modules["__main__"]
+    if not os.path.exists(path := getattr(main, "__file__", None) or __file__):  # "<stdin>"
+        stack.callback(setattr, main, "__file__", path)
+        del main.__file__
+    try:
+        return LocalCluster(
+            n_workers=count,
             threads_per_worker=threads,
             processes=True,
             host="127.0.0.1",
@@ -129,10 +148,10 @@ def _place(address: Address, budget_bytes: int, stack: ExitStack) -> Any:
             local_directory=folder,
             silence_logs=logging.CRITICAL,
         )
-    else:
-        cluster = _slurm(address.count)
-    stack.callback(lambda: cluster.close(timeout=10))
-    return cluster
+    except RuntimeError as error:
+        msg = f"no worker of --cluster local:{count} starts ({str(error).rstrip('.')})"
+        hint = 'in a script of yours all that runs belongs below `if __name__ == "__main__":`'
+        raise RemoteUnreachable(msg, hint=hint) from error
 
 
 def _slurm(count: int) -> Any:

@@ -125,7 +125,10 @@ def _as_written(job: str | None, config_dir: Path | None) -> list[Path] | None:
                 found += places
             elif job == path.stem:
                 by_file += places
-        return found + by_file
+        found += by_file
+        if base is not None and job is not None and "/" not in job and not job.endswith(".toml"):
+            found.append(_plain_path(base) / job)
+        return found
     return None
 
 

@@ -31,7 +31,13 @@ from ckptd.storage.local.job_names import (
     running_state_dir,
     with_running,
 )
-from ckptd.storage.local.state_dir import JOB, private_place, remembered_job, state_dir_of
+from ckptd.storage.local.state_dir import (
+    JOB,
+    private_place,
+    remembered_job,
+    remembered_save_dir,
+    state_dir_of,
+)
 from ckptd.storage.remote.messages import RemoteSettings, known_url
 from ckptd.storage.stores.access import access_of
 
@@ -48,7 +54,8 @@ _SERVICES = Path("/var/lib/ckptd")
 def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None = None) -> JobConfig:
     """Return the job that JOB names: a name, a job file or a save_dir, with its remotes as far as known.
 
-    A name is that of a configured job, else that of a job which a daemon of this user watches, else a folder.
+    A name is that of a configured job, else that of a job which a daemon of this user watches, or which has
+    its state below a `state_dir`, else a folder.
 
     Raises:
         NotFoundError: no such job, or the job file that it was started by is gone (66).
@@ -59,9 +66,11 @@ def job_named(job: str, environ: Mapping[str, str], *, config_dir: Path | None =
         found = resolve_job(job, environ, config_dir=config_dir)
     except NotFoundError as error:
         running = None if "/" in job else running_job(job)
-        if running is None:
+        kept = (remembered_save_dir(base / job) for base in _state_bases(environ, config_dir))
+        save_dir = running.save_dir if running is not None else next(filter(None, kept), None)
+        if save_dir is None or "/" in job:
             raise with_running(error) from None
-        found = resolve_job(str(running.save_dir), environ, config_dir=config_dir)
+        found = resolve_job(str(save_dir), environ, config_dir=config_dir)
     else:
         if found.file is None and "/" not in job and (running := running_job(job)) is not None:
             found = resolve_job(str(running.save_dir), environ, config_dir=config_dir)
@@ -98,13 +107,18 @@ def _state_dirs(save_dir: Path, environ: Mapping[str, str], config_dir: Path | N
     yield private_place(save_dir)
     if (running := running_state_dir(save_dir)) is not None:
         yield running
+    for base in _state_bases(environ, config_dir):
+        yield from sorted(path.parent for path in base.glob(f"*/{JOB}"))
+    yield from sorted(path.parent for path in _SERVICES.glob(f"*/*/{JOB}"))
+
+
+def _state_bases(environ: Mapping[str, str], config_dir: Path | None) -> list[Path]:
+    """Return the directories with a state directory for each job."""
     bases = [Path(base.split(":")[0]) for base in (environ.get("STATE_DIRECTORY"),) if base]
     with contextlib.suppress(CkptdError):
         daemon = load_daemon((config_dir or default_config_dir(environ)) / "ckptd.toml", environ)
         bases += [daemon.state_dir] if daemon.state_dir is not None else []
-    for base in bases:
-        yield from sorted(path.parent for path in base.glob(f"*/{JOB}"))
-    yield from sorted(path.parent for path in _SERVICES.glob(f"*/*/{JOB}"))
+    return bases
 
 
 # --- whose a remote must be ------------------------------------------------------------------------------

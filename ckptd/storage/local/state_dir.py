@@ -188,19 +188,27 @@ def remember_job(state_dir: Path, config: JobConfig) -> None:
 
 
 def remembered_job(state_dirs: Iterable[Path], save_dir: Path) -> tuple[str | None, str | None]:
-    """Return (job file, what arguments said) by which the job of `save_dir` was started last, or two None.
-
-    Only a file of this user, or of root, is believed: it names where credentials are sent.
-    """
+    """Return (job file, what arguments said) by which the job of `save_dir` was started last, or two None."""
     for place in state_dirs:
-        with contextlib.suppress(OSError, CkptdError, ValueError), opened_ours(place) as fd:
-            status = files.stat_beneath(fd, JOB)
-            if status is None or status.st_uid not in (0, os.geteuid()):
-                continue
-            known = _Memory.model_validate_json(_read_memory(fd) or b"")
-            if os.path.realpath(known.save_dir) == os.path.realpath(save_dir):
-                return known.file, known.given
+        known = _memory_in(place)
+        if known is not None and os.path.realpath(known.save_dir) == os.path.realpath(save_dir):
+            return known.file, known.given
     return None, None
+
+
+def remembered_save_dir(state_dir: Path) -> str | None:
+    """Return the save_dir of the job that was started last with this state directory."""
+    known = _memory_in(state_dir)
+    return known.save_dir if known is not None else None
+
+
+def _memory_in(place: Path) -> _Memory | None:
+    """Only a file of this user, or of root, is believed: it names where credentials are sent."""
+    with contextlib.suppress(OSError, CkptdError, ValueError), opened_ours(place) as fd:
+        status = files.stat_beneath(fd, JOB)
+        if status is not None and status.st_uid in (0, os.geteuid()):
+            return _Memory.model_validate_json(_read_memory(fd) or b"")
+    return None
 
 
 def _read_memory(state_dir_fd: int) -> bytes | None:

@@ -7,14 +7,14 @@ checks that want a GPU are answered for the CPU too: bf16 and fp16 work here, if
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from tests.support.changed_modules import change_modules
 
 
 def _convert(arguments: Any, *_: Any, **__: Any) -> None:
@@ -63,26 +63,5 @@ CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "accelerator.cpu_accelerator": _fp16,
 }
 
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Changes a module right after it ran, before anyone binds a name of it."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        change = CHANGES.get(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if change else None
-        if spec is None or spec.loader is None or change is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def executed(module: ModuleType) -> None:
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
-
-
 if "DS_SUITE_LOG" in os.environ:
-    sys.meta_path.insert(0, Finder())
+    change_modules(CHANGES)

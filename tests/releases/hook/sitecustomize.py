@@ -6,13 +6,12 @@ before anything else. Nothing here touches how a checkpoint is written, converte
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from tests.support.changed_modules import change_modules
 
 # torch 2.6 made weights_only the default; releases up to 0.16 call torch.load for their own classes.
 os.environ.setdefault("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -65,25 +64,4 @@ CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": _deepspeed_on_cpu,
 }
 
-
-class Finder(importlib.abc.MetaPathFinder):
-    """Change a module right after it ran, before anyone binds a name of it."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        change = CHANGES.get(name)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if change else None
-        if spec is None or spec.loader is None or change is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def executed(module: ModuleType) -> None:
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = executed  # type: ignore[method-assign]
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
+change_modules(CHANGES)

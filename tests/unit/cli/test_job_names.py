@@ -292,3 +292,39 @@ def test_what_starts_a_daemon_is_none(program: str, is_one: bool) -> None:
             assert is_daemon(process.pid, signal.SIGHUP) is is_one
         finally:
             process.kill()
+
+
+def test_a_job_of_two_arguments_keeps_its_name_after_its_daemon_has_ended(tmp_path: Path) -> None:
+    """Where its state lies by name, and not in its save_dir."""
+    scene, name = Scene(tmp_path), f"ended-{os.getpid()}"
+    scene.save(2)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "ckptd.toml").write_text(f'state_dir = "{tmp_path}/state"\n')
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("CKPTD_")}
+    environ |= {"CKPTD_CONFIG_DIR": str(tmp_path / "conf"), "CKPTD_SETTLE": "0.3s"}
+
+    def ckptd(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ckptd", *map(str, words)]
+        return subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environ | more,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+
+    start = ("run", scene.save_dir, scene.nas, "--same-filesystem", "--once")
+    assert ckptd(*start, CKPTD_NAME=name).returncode == 0
+    for words, code, told in (
+        (("status",), 1, "NOT WATCHED"),
+        (("logs",), 0, "global_step2"),
+        (("list",), 0, "global_step2"),
+        (("plan",), 0, "nothing would be deleted"),
+        (("uninstall", "--dry-run"), 0, f"{tmp_path}/state/{name}/journal.db"),
+        (("uninstall",), 0, f"removed: {tmp_path}/state/{name}/journal.db"),
+        (("uninstall",), 66, ""),
+    ):
+        done = ckptd(words[0], name, *words[1:])
+        assert (done.returncode, told in done.stdout) == (code, True), (words, done)

@@ -4,16 +4,23 @@ said once (P2, H5).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ckptd.base import files
+from ckptd.errors import RemoteUnreachable
+from ckptd.recover.execute import one_at_a_time
+from ckptd.storage.local.fs import STAGING
 from tests.support.recover_scene import Scene, scene
 
 __all__ = ["scene"]
@@ -141,3 +148,29 @@ def resume_job(job: Path, *words: str) -> tuple[int, str]:
         timeout=120,
     )
     return done.returncode, done.stderr
+
+
+def test_who_waited_for_one_that_failed_holds_a_lock_that_others_see(tmp_path: Path) -> None:
+    """The one that failed has removed what it had locked."""
+    held: list[bool] = []
+    with files.opened_dir(tmp_path) as fd:
+
+        def wait() -> None:
+            with one_at_a_time(fd):
+                again = os.open(tmp_path / STAGING, os.O_RDONLY)
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.close(again)
+                held.append(True)
+
+        waiting = threading.Thread(target=wait)
+        with pytest.raises(RemoteUnreachable), one_at_a_time(fd):
+            waiting.start()
+            lock = f":{os.stat(tmp_path / STAGING).st_ino} "
+            while not any(
+                " -> " in row and lock in row for row in Path("/proc/locks").read_text().split("\n")
+            ):
+                time.sleep(0.02)
+            raise RemoteUnreachable("away")
+        waiting.join(60)
+    assert held

@@ -20,6 +20,16 @@ def _begin(lab: Lab, version: str, remote: str = "") -> None:
     lab.write_job(remote=remote)
 
 
+def _send_second(lab: Lab, version: str) -> None:
+    """One save is committed, and the next one is being sent."""
+    _begin(lab, version, SLOW)
+    lab.start()
+    lab.save(1)
+    lab.committed(1)
+    lab.save(2)
+    lab.until("the next one is being sent", lambda: lab.sends(2), 30)
+
+
 def life(lab: Lab, version: str) -> None:
     """Commits and deletions, here and there."""
     _begin(lab, version, "keep_last = 3")
@@ -38,12 +48,7 @@ def life(lab: Lab, version: str) -> None:
 
 def hang(lab: Lab, version: str) -> None:
     """The server goes in the middle of a write to a hard mount, and comes back."""
-    _begin(lab, version, SLOW)
-    lab.start()
-    lab.save(1)
-    lab.committed(1)
-    lab.save(2)
-    lab.until("the next one is being sent", lambda: lab.sends(2), 30)
+    _send_second(lab, version)
     time.sleep(1.5)
     lab.server_stops()
     begun = time.monotonic()
@@ -74,12 +79,7 @@ def hang(lab: Lab, version: str) -> None:
 
 def stale(lab: Lab, version: str) -> None:
     """Handles go stale: the folder is replaced by a copy, then the file system by an empty one."""
-    _begin(lab, version, SLOW)
-    lab.start()
-    lab.save(1)
-    lab.committed(1)
-    lab.save(2)
-    lab.until("the next one is being sent", lambda: lab.sends(2), 30)
+    _send_second(lab, version)
     sh("exportfs", "-ua")
     sh("cp", "-a", lab.on_server, EXPORT / "copy")
     shutil.rmtree(lab.on_server)
