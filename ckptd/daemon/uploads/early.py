@@ -159,9 +159,8 @@ class EarlyUploader:
             self._state.journal.forget_early(session.name, keys)
             log.info("%s: shards of a save that did not become whole were deleted", session.name)
         elif isinstance(error, RefusedError | DamagedError | NotPermitted):
-            self._state.journal.with_early.discard(
-                session.name
-            )  # until the next start; `ckptd gc` finds them
+            # until the next start; `ckptd gc` finds them
+            self._state.journal.with_early.discard(session.name)
             log.warning("%s: shards of a save that did not become whole stay: %s", session.name, error)
         elif not isinstance(error, SourceChanged):
             session.note_transfer_failed(error)
