@@ -168,8 +168,10 @@ def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
     # a state directory outside of save_dir begins with the daemon, not with the first checkpoint
     save_dir.mkdir()
     daemon = [sys.executable, "-m", "ckptd", "run", "--config-dir", str(settings)]
-    here.processes.append(subprocess.Popen(daemon, stderr=subprocess.DEVNULL))
-    here.wait("begun", (here.root / "states" / "empty" / "status.json").exists)
+    begun = subprocess.Popen(daemon, stderr=subprocess.DEVNULL)
+    here.processes.append(begun)
+    status = here.root / "states" / "empty" / "status.json"
+    here.wait("begun", lambda: status.exists() and f'"pid": {begun.pid},' in status.read_text())
     for state in ("runs", "has ended"):
         none = here.ckptd("plan", "empty", "--config-dir", settings)
         assert (none.returncode, none.stdout) == (66, ""), (state, none)

@@ -19,6 +19,7 @@ from ckptd.storage.stores.s3.parts import PARTS_AT_ONCE
 from tests.e2e.harness import OTHER_RUN, RUN, Node, children_of, node
 from tests.e2e.s3_node import BIG_RUN, PREFIX, S3Node, s3_node
 from tests.stores.proxy import proxy
+from tests.support.processes import wait_gone
 from tests.support.real import Recipe, prepare, save_dir_of
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path, moto: servers.Server) -
         maker = child_of(here)
         assert maker is not None
         os.kill(maker, signal.SIGKILL)
+        wait_gone([maker])
         here.wait("half", lambda: has_sent(0.5, "universal"), 60)
         assert here.problems() == set(), "the remote is not blamed"
         daemon.kill()

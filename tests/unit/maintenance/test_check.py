@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -252,18 +253,19 @@ def test_a_share_whose_server_squashes_root_is_told_as_one(
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be somebody else")
-def test_a_remote_of_somebody_else_is_told_with_who_may(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    os.seteuid(NOBODY)
-    try:
-        with pytest.raises(NotPermitted) as denied:
-            DirectoryStore(str(tmp_path / "run")).probe()
-    finally:
-        os.seteuid(0)
-    assert f"{tmp_path}/run is owned by root (0), mode 755, ckptd runs as nobody" in denied.value.message
-    assert f"`install -d -o {NOBODY} {tmp_path}/run`" in denied.value.hint
+def test_a_remote_of_somebody_else_is_told_with_who_may() -> None:
+    with tempfile.TemporaryDirectory() as place:  # below pytest's own folders nobody may look
+        Path(place).chmod(0o755)
+        run = Path(place) / "run"
+        run.mkdir(mode=0o755)
+        os.seteuid(NOBODY)
+        try:
+            with pytest.raises(NotPermitted) as denied:
+                DirectoryStore(str(run)).probe()
+        finally:
+            os.seteuid(0)
+    assert f"{run} is owned by root (0), mode 755, ckptd runs as nobody" in denied.value.message
+    assert f"`install -d -o {NOBODY} {run}`" in denied.value.hint
 
 
 def test_before_the_first_start(tmp_path: Path) -> None:
