@@ -203,7 +203,10 @@ def remembered_save_dir(state_dir: Path) -> str | None:
 
 
 def _memory_in(place: Path) -> _Memory | None:
-    """Only a file of this user, or of root, is believed: it names where credentials are sent."""
+    """Read what a state directory says of its job; None: nothing that is believed.
+
+    Only a file of this user, or of root, is: it names where credentials are sent.
+    """
     with contextlib.suppress(OSError, CkptdError, ValueError), opened_ours(place) as fd:
         status = files.stat_beneath(fd, JOB)
         if status is not None and status.st_uid in (0, os.geteuid()):

@@ -354,7 +354,7 @@ class EarlyRequest(Model):
 
     op: Literal["early"] = "early"
     root: str
-    """As of `UploadRequest`."""
+    """Absolute path of the folder that `file.source` is relative to (save_dir)."""
     file: UploadFile
     node_id: str
 
