@@ -574,18 +574,23 @@ class World:
             self.kernel.actor = "ckptd"
 
     def is_at_rest(self) -> bool:
-        """Nothing is left to do."""
+        """Nothing is left to do, and nothing is under way."""
+        return self.has_nothing_to_do() and not self.tasks and not self.posts
+
+    def has_nothing_to_do(self) -> bool:
+        """Nothing is left to do; a heartbeat may be under way."""
         job = self.job
-        if job is None or self.tasks or self.posts:
+        if job is None:
             return False
         if not all(session.is_ready and not session.seconds_to_transfer for session in job.sessions.values()):
             return False
         return is_idle(job)
 
     def has_rested(self) -> bool:
-        """At rest for a while: a backoff that ends has not reached the next plan yet.
+        """At rest, with nothing to do for a while: a backoff that ends has not reached the next plan yet.
 
-        `--once` gives up what failed thrice; a daemon does not, and here every remote works again.
+        `--once` gives up what failed thrice; a daemon does not, and here every remote works again. Heartbeats
+        interrupt no rest: where a save is in doubt they come more often than a while lasts.
         """
         job = self.job
         state, view = (job.state, job.view) if job is not None else (None, None)
@@ -593,11 +598,13 @@ class World:
         waits = (
             state is not None and state.uploads.failed_late
         )  # files that came late are tried again as well
-        if not self.is_at_rest() or waits or (view is not None and tried_again(view, verdicts)):
+        if not self.has_nothing_to_do() or waits or (view is not None and tried_again(view, verdicts)):
             self._rests_since = None
         elif self._rests_since is None:
             self._rests_since = self.kernel.now_seconds
-        return self._rests_since is not None and self.kernel.now_seconds - self._rests_since > REST_SECONDS
+        if self._rests_since is None or not self.is_at_rest():
+            return False
+        return self.kernel.now_seconds - self._rests_since > REST_SECONDS
 
     def exit_code(self) -> int:
         """What `--once` would end with."""
