@@ -1,12 +1,12 @@
 """Two trees of ckptd, measured in turns on this machine: what a change of the code costs.
 
-    python -m bench.paired OTHER_TREE [--runs 5] [--work DIR]
+    python -m bench.paired OTHER_TREE [--runs 5] [--layers 4] [--work DIR]
 
 OTHER_TREE is a checkout of another commit (`git worktree add DIR COMMIT`), run by this interpreter. Each
-measure is taken of one tree and then of the other, again and again: converting a ZeRO-2 checkpoint of 0.9 GB
-on this file system and, as root, on XFS with reflinks; uploading it to a directory, from the start of
-`run --once` to its end; restoring it from there; `ckptd status` of that job; the resident memory of a daemon
-and its children at rest. The table says the ratio of this tree to the other: median and spread.
+measure is taken of one tree and then of the other, again and again: converting a ZeRO-2 checkpoint of
+0.2 GB a layer on this file system and, as root, on XFS with reflinks; uploading it to a directory, from the
+start of `run --once` to its end; restoring it from there; `ckptd status` of that job; the resident memory of
+a daemon and its children at rest. The table says the ratio of this tree to the other: median and spread.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bench import saves, xfs
 from bench.measure import make_cold, measure
 from tests.support.real import REPOSITORY
 
-LAYERS, RANKS = 4, 2
-XFS_BYTES = 6 << 30
+RANKS = 2
+XFS_BYTES = 24 << 30
 REST_SECONDS = 12.0
 JOB = """
 save_dir = "{save_dir}"
@@ -171,10 +171,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.paired", description=__doc__)
     parser.add_argument("other", type=Path, help="a checkout of another commit")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="4: 0.8 GB, where what a start costs counts")
     parser.add_argument("--work", type=Path, default=REPOSITORY / ".build" / "bench-paired")
     chosen = parser.parse_args(arguments)
     trees = Tree(REPOSITORY), Tree(chosen.other.resolve())
-    source = saves.shards("paired", LAYERS, RANKS).folder
+    source = saves.shards(f"paired-{chosen.layers}", chosen.layers, RANKS).folder
     chosen.work.mkdir(parents=True, exist_ok=True)
     work, runs = chosen.work, chosen.runs
     print("| measure | other | this | this ÷ other | spread |\n|---|---|---|---|---|")

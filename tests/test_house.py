@@ -438,7 +438,8 @@ def test_status_of_a_job_loads_what_it_shows_alone(tmp_path: Path) -> None:
     daemon = {"pid": 1, "alive": False, "version": "0", "started_at": at}
     text = json.dumps({"schema_version": 1, "generated_at": at, "daemon": daemon, "jobs": [job]})
     (state / "status.json").write_text(text)
-    unwanted = {*HEAVY, *CLOUD, "pydantic", "prometheus_client", "sqlite3", "psutil", "awscrt", "fsspec"}
+    unwanted = {*HEAVY, *CLOUD, "pydantic", "typer", "prometheus_client", "sqlite3", "psutil", "fsspec"}
+    unwanted |= {"awscrt", "ctypes"}
     for words in ([], ["a"], ["--json"], ["--live"]):
         arguments = ["status", *words, "--config-dir", str(tmp_path)]
         program = (

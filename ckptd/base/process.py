@@ -8,7 +8,6 @@ a child would die. Each ends by itself with its parent (PR_SET_PDEATHSIG), or at
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -33,6 +32,8 @@ NOT_ANSWERING = "is the server up? a hard mount waits for ever; see `ckptd check
 
 def limit_malloc(settings: Mapping[int, int]) -> None:
     """Set options of malloc, number → value (glibc alone)."""
+    import ctypes
+
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in settings.items():
@@ -115,6 +116,8 @@ _NICE = 10
 
 def end_with_parent() -> None:
     """Make this process die with its parent process, not with the thread that started us; ignore Ctrl-C."""
+    import ctypes
+
     parent = os.getppid()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -52,6 +51,8 @@ def repair_apart(order: RepairOrder, should_stop: Callable[[], bool]) -> list[Re
         SourceChanged: it was stopped; what is durable of it is used by the next.
         StorageError: the process could not repair anything, and why.
     """
+    import pickle  # not loaded in a daemon at rest
+
     child = spawn(
         [sys.executable, "-m", CHILD],
         stdin=subprocess.PIPE,

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 import time
-from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.retrying import tried_again
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ckptd.storage.stores.base import ObjectInfo, Progress, Store
 
@@ -115,12 +114,16 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
         key, offset, length = arguments
         out = recv_handle(lane)
         try:
-            yield store.write_range(key, offset, length, out, partial(_tell, lane))
+            with _progress(lane) as told:
+                written = store.write_range(key, offset, length, out, told)
+            yield written
         finally:
             os.close(out)
     elif verb == "verify":
         key, size_bytes, crc64 = arguments
-        yield store.verify(key, size_bytes, crc64, partial(_tell, lane))
+        with _progress(lane) as told:
+            proof = store.verify(key, size_bytes, crc64, told)
+        yield proof
     elif verb == "upload":
         key, facts, resume = arguments
         source = _FarSource(lane, facts)
@@ -129,10 +132,25 @@ def _carried_out(store: Store, verb: str, arguments: Any, lane: Connection) -> I
         yield getattr(store, verb)(*arguments)
 
 
-def _tell(lane: Connection, count: int) -> None:
-    """Send how many bytes moved, and wait until that was taken."""
-    lane.send(("value", count))
-    lane.recv()
+@contextlib.contextmanager
+def _progress(lane: Connection) -> Iterator[Callable[[int], None]]:
+    """Yield what sends how many bytes moved, and works on until the next such message: then the one before
+    must have been taken, as all are at the end.
+    """
+    is_taken = True
+
+    def tell(count: int) -> None:
+        nonlocal is_taken
+        if not is_taken:
+            lane.recv()
+        lane.send(("value", count))
+        is_taken = False
+
+    try:
+        yield tell
+    finally:
+        if not is_taken:
+            lane.recv()
 
 
 def _batch(found: Iterator[ObjectInfo]) -> list[ObjectInfo]:
