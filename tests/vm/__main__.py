@@ -40,6 +40,7 @@ CASES = (
     Case("service.install", then="service.again"),
     Case("service.hang"),
     Case("disk.node"),
+    Case("disk.remote"),
 )
 
 

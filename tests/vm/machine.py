@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.vm.image import BUILD, ROOT, build
 
 MEMORY = "1100M"
 DISK_MEGABYTES = 400
+_ALARM_SECONDS = 20.0
 DISKS = ("ubdb", "ubdc", "ubdd")
 """Disks of the guest beside its own: the export, the node's, another one."""
 
@@ -24,6 +26,17 @@ def _shim() -> Path:
     if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
         subprocess.run(["gcc", "-O2", "-Wall", "-shared", "-fPIC", "-o", library, source], check=True)
     return library
+
+
+def _wait(guest: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for its end, or raise; an alarm wakes an idle loop that lost its timer, and spins."""
+    until = time.monotonic() + seconds
+    while guest.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            guest.wait(min(_ALARM_SECONDS, until - time.monotonic()))
+        if time.monotonic() > until:
+            raise subprocess.TimeoutExpired("linux.uml", seconds)
+        guest.send_signal(signal.SIGALRM)  # to a guest that ended it is not sent
 
 
 def boot(name: str, *arguments: str, seconds: float, again: str = "") -> str:
@@ -62,7 +75,7 @@ def boot(name: str, *arguments: str, seconds: float, again: str = "") -> str:
             start_new_session=True,
         )
         try:
-            guest.wait(seconds)
+            _wait(guest, seconds)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(guest.pid, signal.SIGKILL)

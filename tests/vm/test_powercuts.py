@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.known_saves import is_no_universal
+from tests.vm.defects import DEFECTS, plant
 from tests.vm.disks import BLOCK_BYTES, Disk
 from tests.vm.image import ROOT
+from tests.vm.trainer import save_of
 
 
 @pytest.fixture
@@ -52,6 +55,22 @@ def test_a_cut_loses_keeps_and_tears_blocks(image: Path) -> None:
         image.write_bytes(bytes(len(data)))
     assert seen == {b"\0", b"1", b"2"}
     assert torn > 0
+
+
+@pytest.mark.parametrize("name", sorted(DEFECTS))
+def test_each_defect_still_fits(name: str, tmp_path: Path) -> None:
+    """A text that ckptd no longer has would be noticed by the next run of hours only."""
+    planted = plant(name, tmp_path / "defect") / "ckptd"
+    for file, _ in DEFECTS[name]:
+        assert (planted / file).read_bytes() != (ROOT / "ckptd" / file).read_bytes()
+
+
+@pytest.mark.parametrize("torn", [b"", bytes(100_000)])
+def test_a_universal_form_whose_bytes_were_lost_is_none(torn: bytes) -> None:
+    """As a power cut leaves a file: without its bytes, or with zeros in their place."""
+    save = save_of(1, 1)
+    contents = {f"zero/{name}/{state}.pt": torn for name, state in save.expected}
+    assert is_no_universal(contents, save)
 
 
 def cuts(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""EIO by the device mapper, below save_dir."""
+"""EIO by the device mapper, below save_dir or below a directory remote."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class Mapped:
         (place / "run").mkdir()
         os.chown(place / "run", UID, UID)
 
+    def unmount(self) -> bool:
+        """Unmount it; whether nobody has it open."""
+        return os.system(f"umount {self.place} 2>/dev/null") == 0
+
     def mount(self) -> None:
         """Mount it, repaired if need be, as an operator does."""
         os.system(f"umount -l {self.place} 2>/dev/null; e2fsck -fy {self.path} >/dev/null 2>&1")
@@ -44,6 +48,11 @@ class Mapped:
     def refuse_writes(self) -> None:
         """Fail every write with EIO."""
         self._load(f"0 {self.sectors} flakey {self.device} 0 0 100 1 error_writes")
+
+    def refuse_all(self) -> None:
+        """Fail every read and write with EIO."""
+        self._load(f"0 {self.sectors} error")
+        Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def _begin(lab: Lab, remote: str = "") -> tuple[Mapped, Mapped]:
@@ -76,3 +85,34 @@ def node(lab: Lab) -> None:
     )
     lab.judge()
     lab.stop()
+
+
+def remote(lab: Lab) -> None:
+    """A directory remote's disk refuses writes, then reads too; it is repaired while the daemon runs."""
+    _, nas = _begin(lab)
+    lab.save(1)
+    lab.committed(1)
+    for step, what, refuse in ((2, "writes", nas.refuse_writes), (3, "reads", nas.refuse_all)):
+        refuse()
+        lab.save(step)
+        lab.until(f"status names a disk that refuses {what}", lambda: _errors(lab), 120)
+        lab.check("it says so of the disk", True, lab.problems())
+        time.sleep(20)
+    lab.check("the daemon lives", lab.daemon and lab.daemon.poll() is None, lab.now())
+    lab.check(
+        "what is not committed stays here", {"global_step2", "global_step3"} <= {*lab.here()}, lab.here()
+    )
+    nas.heal()
+    lab.until("the disk can be unmounted beside the daemon", nas.unmount, 60)
+    nas.mount()
+    lab.committed(3, 240)
+    lab.until("status names nothing any more", lambda: not _errors(lab), 60)
+    lab.judge()
+    lab.stop()
+
+
+def _errors(lab: Lab) -> list[str]:
+    """Return the open problems of the remote's disk."""
+    return [
+        f"{code}: {text}" for code, text in lab.problems().items() if code.startswith(("remote", "upload"))
+    ]
