@@ -397,3 +397,40 @@ def test_a_root_that_refuses_to_remove_a_folder_is_left_with_one(
         assert len(list(tmp_path.iterdir())) == 1
     store.probe()
     assert not [path for path in tmp_path.iterdir() if path.name != "_ckptd"]
+
+
+@pytest.mark.parametrize(
+    ("call", "begun"),
+    [("fstat", False), ("fsync", False), ("fchmod", False), ("fsync", True), ("ftruncate", True)],
+)
+def test_a_disk_that_fails_is_not_held_open(
+    nas: Path, call: str, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each such call of an upload fails once: who repairs the disk has to unmount it first."""
+    real, failures, left = getattr(os, call), 0, 0
+
+    def refuse(*arguments: int) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(*arguments)
+
+    for number in range(1, 100):
+        store = DirectoryStore(str(nas), owner="a", window_bytes=WINDOW_BYTES)
+        if begun:
+            with pytest.raises(Stopped):
+                store.upload(f"t{number}/x", Meter(DATA, 2 << 20), resume=None, on_progress=lambda _: None)
+            store = DirectoryStore(str(nas), owner="a", window_bytes=WINDOW_BYTES)
+        resume = ResumePoint(flushed_bytes=1 << 20, crc64=crc64(DATA[: 1 << 20])) if begun else None
+        before, left = sorted(os.listdir("/proc/self/fd")), number
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, refuse)
+            try:
+                store.upload(f"t{number}/x", Meter(DATA), resume=resume, on_progress=lambda _: None)
+            except StorageError:
+                failures += 1
+        assert sorted(os.listdir("/proc/self/fd")) == before, f"{call} {number}"
+        if left > 0:
+            break
+    assert failures

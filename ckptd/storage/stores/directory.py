@@ -116,18 +116,30 @@ def make_parents(
             is_new = child is None
             if child is None:
                 child = _make(current, part, mode, gid, key)
-            status = os.fstat(child)
-            if is_new or (status.st_dev, status.st_ino) not in flushed:
-                files.fsync_dir(current)
-                if len(flushed) >= _REMEMBERED:
-                    flushed.clear()
-                flushed.add((status.st_dev, status.st_ino))
-            os.close(current)
-            current = child
+            above, current = current, child
+            try:
+                status = os.fstat(current)
+                if is_new or (status.st_dev, status.st_ino) not in flushed:
+                    files.fsync_dir(above)
+                    if len(flushed) >= _REMEMBERED:
+                        flushed.clear()
+                    flushed.add((status.st_dev, status.st_ino))
+            finally:
+                os.close(above)
     except BaseException:
         os.close(current)
         raise
     return current
+
+
+@contextlib.contextmanager
+def _closed_on_error(fd: int) -> Iterator[None]:
+    """Close a descriptor if what is done with it fails: one that stays open keeps a broken disk mounted."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _enter(parent: int, name: str, key: str) -> int | None:
@@ -140,10 +152,10 @@ def _enter(parent: int, name: str, key: str) -> int | None:
             raise
         msg = f"{key}: {name} is a symlink or a file"
         raise RefusedError(msg, hint="below the remote's root no symlink is followed") from error
-    if os.fstat(child).st_dev != os.fstat(parent).st_dev:
-        os.close(child)
-        msg = f"{key}: {name} is a mount of its own"
-        raise RefusedError(msg, hint="a remote is one file system; let url name the mount")
+    with _closed_on_error(child):
+        if os.fstat(child).st_dev != os.fstat(parent).st_dev:
+            msg = f"{key}: {name} is a mount of its own"
+            raise RefusedError(msg, hint="a remote is one file system; let url name the mount")
     return child
 
 
@@ -159,7 +171,8 @@ def _make(parent: int, name: str, mode: int | None, gid: int | None, key: str) -
         msg = f"{key}: {name} was removed while it was made"
         raise RefusedError(msg, hint="another process cleans the remote up; try again")
     if made and mode is not None:
-        copy_rights(child, wanted | 0o700, gid)
+        with _closed_on_error(child):
+            copy_rights(child, wanted | 0o700, gid)
     return child
 
 
@@ -762,10 +775,11 @@ class DirectoryStore(Store):
         if resume is not None and resume.flushed_bytes > 0:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(name, flags, dir_fd=folder)
-                if lock_partial(fd) and os.fstat(fd).st_size >= resume.flushed_bytes:
-                    os.ftruncate(fd, resume.flushed_bytes)
-                    os.lseek(fd, resume.flushed_bytes, os.SEEK_SET)
-                    return fd, resume.flushed_bytes, resume.crc64
+                with _closed_on_error(fd):
+                    if lock_partial(fd) and os.fstat(fd).st_size >= resume.flushed_bytes:
+                        os.ftruncate(fd, resume.flushed_bytes)
+                        os.lseek(fd, resume.flushed_bytes, os.SEEK_SET)
+                        return fd, resume.flushed_bytes, resume.crc64
                 os.close(fd)
         files.remove_file(folder, name)
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
