@@ -220,10 +220,16 @@ class Job:
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         # the state directory of save_dir's own kind lies inside save_dir
-        apart_from = (str(self.state_dir), *self._apart_from)
+        state_dir = str(self.state_dir)
         for remote in self.config.remotes:
             settings = remote_settings(
-                self.config, remote, journal, node=self.node, node_id=node_id, apart_from=apart_from
+                self.config,
+                remote,
+                journal,
+                node=self.node,
+                node_id=node_id,
+                state_dir=state_dir,
+                apart_from=(state_dir, *self._apart_from),
             )
             heard = on_attached(
                 remote.name,

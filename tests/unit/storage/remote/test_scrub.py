@@ -89,9 +89,8 @@ def test_what_it_finds(scene: RepairScene, how: str) -> None:
     done = scrub(ground(scene), order, RateLimiter(), nothing, None)
     assert done.is_gone is (how == "retired")
     assert [copy.key for copy in done.bad] == ([] if how == "retired" else [key])
-    assert scrub(
-        ground(scene), order.model_copy(update={"commit_sha256": "other"}), RateLimiter(), nothing, None
-    ).is_gone
+    other = order.model_copy(update={"commit_sha256": "other"})
+    assert scrub(ground(scene), other, RateLimiter(), nothing, None).is_gone is (how != "manifest")
 
 
 def test_it_stops_between_two_steps(scene: RepairScene) -> None:
@@ -199,6 +198,24 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     for _ in range(5):
         thread.scrubber.turn()
     assert thread.session.scrub is None
+
+
+def test_a_rotten_commit_is_named_and_holds_up_no_other(thread: Thread) -> None:
+    """Rot below the remote's file system changes no time, so that no listing shows it: the scrub reads the
+    COMMIT itself, and goes on with the next."""
+    commit = thread.scene.nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json"
+    good = commit.read_bytes()
+    thread.until(lambda: thread.session.observation is not None)
+    thread.scene.flip(commit, good.index(b'"branch":') + 3)
+    thread.until(lambda: thread.proven == 2 and thread.problems)
+    assert thread.damaged_tags == {TAG}
+    (text,) = thread.problems
+    assert text.startswith(f"remote-object-damaged: nas: _ckptd/commits/{TAG}~g1~zero.json is ")
+    assert "; not repaired: this node keeps no copy of its documents; " in text
+    assert thread.scrubber.faults() == []
+    thread.scene.flip(commit, good.index(b'"branch":') + 3)
+    thread.until(lambda: not thread.problems)
+    assert thread.damaged_tags == frozenset()
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
