@@ -251,6 +251,7 @@ class Job:
         ours = (self.node, node_id)
         self.runs = JobRuns(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
         shared_lease = SharedDirLease(config) if config.shared_fs else None
+        scrubber = Scrubber(config, state, sessions)
         self.peers = Peers(
             state,
             sessions,
@@ -261,6 +262,7 @@ class Job:
             shared_lease,
             config.shared_takeover_seconds,
             self.runs.sharers.__setitem__,
+            scrubber.damaged_commits,
         )
         self.known_saves = KnownSaves(
             state,
@@ -291,7 +293,6 @@ class Job:
             self.known_saves.is_pinned,
             shared_lease.holds if shared_lease is not None else lambda: True,
         )
-        scrubber = Scrubber(config, state, sessions)
         self.healer = Healer(config, state, self.state_dir, scrubber, self.workers, self.wake)
         self.executor = PlanExecutor(
             sessions,
@@ -464,7 +465,7 @@ class Job:
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
-        damaged = self.executor.scrubber.damaged
+        damaged = self.executor.scrubber.damaged | self.peers.damaged
         self.view = build_view(
             self.config,
             state,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -281,8 +282,8 @@ def test_what_rots_under_a_daemon_heals(tmp_path: Path) -> None:
         here.start()
         here.save(1)
         here.wait_committed(f"{TAG}~g1")
-        here.wait("rest", lambda: here.checkpoint(TAG).get("state") == "committed")
-        here.wait("both forms", lambda: f"{TAG}~g1" in here.commits("universal"))
+        kept = here.state / "documents"
+        here.wait("both forms", lambda: len(list(kept.rglob("*.json"))) == len(("zero", "universal")))
         before = documents(here, "commits")
         for path in (here.nas / "_ckptd" / "commits").glob("*.json"):
             path.unlink()
@@ -385,6 +386,27 @@ def test_what_no_copy_can_repair_stays_named_and_holds_its_place_for_none(tmp_pa
         assert here.local_tags() == {"global_step2", "global_step4"}
         assert set(here.commits()) == {"global_step2~g1", "global_step4~g1"}
         assert here.audit("repair") == []
+
+
+def test_what_another_node_found_damaged_counts_for_no_deletion(tmp_path: Path) -> None:
+    """Its heartbeat names a COMMIT: this node keeps that checkpoint, and others in its stead."""
+    with node(tmp_path, local="save_total_limit = 2", remote="keep_last = 5") as here:
+        here.start()
+        for step in (1, 2):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        beats = here.nas / "_ckptd" / "heartbeats"
+        here.wait("a heartbeat", lambda: any(beats.glob("*.json")))
+        said = json.loads(next(beats.glob("*.json")).read_bytes())
+        commit = (here.nas / "_ckptd" / "commits" / "global_step2~g1~zero.json").read_bytes()
+        told = {"node": "b", "node_id": "b", "save_dir": "", "damaged": [hashlib.sha256(commit).hexdigest()]}
+        (beats / "b.json").write_text(json.dumps(said | told))
+        held = lambda: [row for row in here.status()["remotes"][0]["held"] if row["tag"] == "global_step2"]
+        here.wait("heard", lambda: "a copy of it is damaged" in held()[0]["why"])
+        for step in (3, 4):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        here.wait("the limit", lambda: here.local_tags() == {f"global_step{step}" for step in (2, 3, 4)})
 
 
 def test_resume_takes_no_damaged_folder(tmp_path: Path) -> None:

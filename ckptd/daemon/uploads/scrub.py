@@ -18,6 +18,7 @@ from ckptd.base.identity import Model
 from ckptd.base.names import ROOT
 from ckptd.config.commands import command_for
 from ckptd.core.model.generation import order_of
+from ckptd.core.model.heartbeat import MOST_DAMAGED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState
 from ckptd.core.policy.view import HERE
 from ckptd.storage.remote import messages as m
@@ -111,6 +112,10 @@ class Scrubber:
             for sha in progress.suspects
             if sha in progress.tags
         )
+
+    def damaged_commits(self, remote: str) -> tuple[str, ...]:
+        """Return the digests of COMMITs of which something is damaged in a remote, for other nodes."""
+        return tuple(self._progress[remote].bad)[:MOST_DAMAGED] if remote in self._progress else ()
 
     def faults(self) -> list[Fault]:
         """Return what is known to be bad where a COMMIT says what it should be, oldest finding first."""

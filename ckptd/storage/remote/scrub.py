@@ -89,7 +89,8 @@ def scrub(
     where = stem_of_key(order.commit_key)
     if where is None:
         return Scrubbed(is_gone=True)
-    read, repaired = _documents(attached, order, where), ()
+    repaired: tuple[str, ...] = ()
+    read = _documents(attached, order, where)
     if order.place == "remote" and attached.kept is not None and settings is not None:
         if isinstance(read, Scrubbed) and not read.unread:
             repaired = _repaired(attached.kept, store, where, settings)

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ckptd.config.schema import RemoteConfig
+from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.policy.actions import Plan
 from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads import scrub as scrubbing
+from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import StorageError
@@ -108,6 +110,7 @@ class Thread:
 
     scene: RepairScene
     state: JobState
+    node: str = "n0"
     calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -119,7 +122,7 @@ class Thread:
             job="run",
             save_dir=str(self.scene.save_dir),
             same_filesystem=True,
-            node="n0",
+            node=self.node,
             node_id="i",
         )
         self.session = RemoteSession(
@@ -198,6 +201,49 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     for _ in range(5):
         thread.scrubber.turn()
     assert thread.session.scrub is None
+
+
+def heard(one: Thread) -> Peers:
+    """After its node beat and listened."""
+
+    def heartbeat() -> Heartbeat:
+        return Heartbeat(
+            job_id="",
+            job="run",
+            node=one.node,
+            node_id="i",
+            config_digest="c",
+            ckptd_version="1",
+            as_of="2020-01-01T00:00:00Z",
+            state="ok",
+        )
+
+    sessions = {"nas": one.session}
+    told = one.scrubber.damaged_commits
+    peers = Peers(one.state, sessions, heartbeat, "c", {}, lambda: None, damaged_commits=told)
+    one.until(lambda: one.session.observation is not None)
+    peers.turn(time.monotonic())
+    one.until(lambda: one.session.heartbeat is None)
+    return peers
+
+
+def test_what_one_node_found_damaged_another_does_not_count(thread: Thread) -> None:
+    """Its heartbeat tells it, until it is right again."""
+    shard = thread.scene.shard(1, root=thread.scene.nas)
+    good = shard.read_bytes()
+    thread.scene.flip(shard)
+    thread.until(lambda: thread.damaged_tags)
+    other = Thread(thread.scene, job_state(Journal(thread.scene.state / "other.db")), node="n1")
+    assert heard(thread).damaged == frozenset()
+    assert heard(other).damaged == {("nas", TAG, "zero")}
+    shard.write_bytes(good)
+    thread.until(lambda: not thread.damaged_tags)
+    heard(thread)
+    other.session.close()
+    again = Thread(thread.scene, other.state, node="n1")
+    assert heard(again).damaged == frozenset()
+    again.session.close()
+    again.state.journal.close()
 
 
 def test_a_rotten_commit_is_named_and_holds_up_no_other(thread: Thread) -> None:
