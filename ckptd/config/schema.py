@@ -308,6 +308,12 @@ class JobConfig(Section):
         '"min"',
         "which value is better; default: min for names that end in loss, else max",
     )
+    compare_masters: bool = _key(
+        True,
+        "compare_masters",
+        "true",
+        "forms: masters must round to the model's weights; false if the trainer changes those",
+    )
     node_name: Name | None = _key(None, "node_name", '"node-0"', "this node's name; default: the host name")
     ready_dir: AbsoluteDir = _key(
         None,

@@ -65,6 +65,9 @@ class ConvertOptions:
     reserve_bytes: int = 0
     """Refuse or stop when the write would leave less free than this; clones cost almost nothing."""
     strict: bool = True
+    """Refuse patterns of tensor parallelism that match no parameter."""
+    compare_masters: bool = True
+    """Refuse masters that do not round to the model's weights; False: for trainers that change those."""
     low_priority: bool = True
     bytes_per_second: int | None = None
     """Copy and compare no more than this; None: as fast as it goes. Clones cost nothing."""

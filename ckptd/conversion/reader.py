@@ -250,7 +250,8 @@ def _refuse_unrounded(
                 f"{check.what} is not the weight of the model: element {number}, {master}, "
                 f"does not round to {weight}",
                 hint="the ZeRO form is kept as it is. Shards may be damaged, or of two saves; if the trainer "
-                "changed the model after its last step, `ckptd convert --no-strict` takes the masters",
+                "changed the model after its last step, compare_masters = false in the job file, or "
+                "`ckptd convert --no-strict`, takes the masters",
             )
 
 

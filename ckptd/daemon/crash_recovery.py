@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ckptd.base import files
-from ckptd.core.model.records import UNIVERSAL, WEIGHTS, DerivedState, UploadState
+from ckptd.core.model.records import UNIVERSAL, WEIGHTS, ZERO, DerivedState, UploadState
 from ckptd.daemon.actions.convert import found_universal
 from ckptd.daemon.actions.local_deletion import finish, moved_back
 from ckptd.daemon.intake.clones import recover_holds
@@ -30,13 +30,16 @@ MIRROR = "mirror."
 """Begin of the name of what planning reads of a remote's objects (`ckptd.conversion.remote.derive`)."""
 
 
-def finish_after_crash(state: JobState, save_dir_fd: int, audit: Audit) -> None:
+def finish_after_crash(
+    state: JobState, save_dir_fd: int, audit: Audit, *, reopens_refused: bool = False
+) -> None:
     """Finish journalled deletions after a restart, move back what was renamed aside without one, tidy ours.
 
     A deletion whose intent is journalled rested on confirmed COMMITs, once: where nothing is gone yet it is
     taken back and needs a fresh permit (adr/0153). What has lost a file is finished, as far as the sealed
     files lie there, and never moved back (docs/design.md §5 *Permit*). What else lies below `_ckptd` in a
-    directory that is shared may be another host's work under way (adr/0110).
+    directory that is shared may be another host's work under way (adr/0110). `reopens_refused`: forms that
+    were refused are tried again.
     """
     names = set(fs.trash_names(save_dir_fd))
     for deletion in state.journal.open_deletions():
@@ -71,6 +74,8 @@ def finish_after_crash(state: JobState, save_dir_fd: int, audit: Audit) -> None:
         _tidy(state, save_dir_fd, audit, names)
         recover_holds(state, save_dir_fd)
     state.load()
+    if reopens_refused:
+        _reopen_refused_forms(state)
     state.deletions.restore_rate_limit()
 
 
@@ -102,6 +107,18 @@ def _take_up_again(state: JobState, save_dir_fd: int) -> None:
         for record in list(records.values()):
             if record.state is UploadState.UPLOADING:
                 state.uploads.update(save_id, record, state=UploadState.NEW)
+
+
+def _reopen_refused_forms(state: JobState) -> None:
+    """Try refused forms again: masters that are not the weights may be why, which the job file allows now."""
+    for row in state.saves.rows.values():
+        for form, derived in {UNIVERSAL: row.derived, **row.weights}.items():
+            if derived.state is DerivedState.REFUSED:
+                none = derived.model_copy(update={"state": DerivedState.NONE, "reason": None, "hint": ""})
+                state.saves.put_derived(row.id, none, form)
+        for record in list(state.uploads.of(row.id).values()):
+            if record.form != ZERO and record.state is UploadState.REFUSED:
+                state.uploads.update(row.id, record, state=UploadState.NEW, reason=None)
 
 
 def _published(row: SaveRow, save_dir_fd: int) -> DerivedRecord | None:

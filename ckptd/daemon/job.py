@@ -426,7 +426,8 @@ class Job:
                 self._try_remotes(now_seconds)
                 self.supervisor.works()
                 return
-            finish_after_crash(self._activate(save_dir_fd), save_dir_fd, self.audit)
+            reopens = not self.config.compare_masters
+            finish_after_crash(self._activate(save_dir_fd), save_dir_fd, self.audit, reopens_refused=reopens)
             self.needs_turn = True
             return
         state = self.state

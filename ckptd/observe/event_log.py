@@ -158,12 +158,15 @@ def read_events(folder: Path, since: int | None = None) -> list[dict[str, Any]]:
     """Return the events that are kept, oldest first; with `since` those after that id.
 
     What lies between and is not kept any more is an event too, `gap`. A line that is not whole yet is left
-    out. Without a file, or without the right to read it, there are none.
+    out. Without a file there are none.
+
+    Raises:
+        OSError, CkptdError: what is kept cannot be read now; to leave it out would tell of a gap for ever.
     """
     rows: dict[int, dict[str, Any]] = {}
     # the new file first: what is moved in between is then read from where it went
     for name in (EVENTS, OLD_EVENTS):
-        with contextlib.suppress(OSError, CkptdError), opened_ours(folder) as fd:
+        with contextlib.suppress(FileNotFoundError), opened_ours(folder) as fd:
             for line in files.read_beneath(fd, name).split(b"\n")[:-1]:
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     row = json.loads(line)

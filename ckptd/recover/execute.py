@@ -127,6 +127,7 @@ class StepExecution:
         save_dir_fd: int,
         *,
         reserve_bytes: int,
+        compare_masters: bool,
         on_progress: Callable[[str, int, int], None] | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
@@ -134,6 +135,7 @@ class StepExecution:
         self._say = say
         self._fd = save_dir_fd
         self._reserve_bytes = reserve_bytes
+        self._compare_masters = compare_masters
         self._on_progress = on_progress
         self.current: Step | None = None
         """The step that is, or was last, being carried out."""
@@ -348,6 +350,7 @@ class StepExecution:
         tell = self._on_progress
         options = ConvertOptions(
             reserve_bytes=self._reserve_bytes,
+            compare_masters=self._compare_masters,
             memory_budget_bytes=_MEMORY_BUDGET_BYTES,
             low_priority=False,
         )

@@ -164,8 +164,14 @@ class Recovery(ABC):
             yield
 
     def _executing(self, fd: int, kept_bytes: int) -> StepExecution:
+        job = self._sources.where.job
         self._execution = StepExecution(
-            self._dir, fd, reserve_bytes=kept_bytes, on_progress=self._on_progress, say=self._say
+            self._dir,
+            fd,
+            reserve_bytes=kept_bytes,
+            compare_masters=job is None or job.compare_masters,
+            on_progress=self._on_progress,
+            say=self._say,
         )
         return self._execution
 

@@ -176,3 +176,5 @@ def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
         none = here.ckptd("plan", "empty", "--config-dir", settings)
         assert (none.returncode, none.stdout) == (66, ""), (state, none)
         here.stop()
+    told = here.ckptd("reload", "empty", "--dry-run", "--config-dir", settings)
+    assert (told.returncode, told.stdout.splitlines()[1:]) == (0, [f"{save_dir} has no checkpoint yet"]), told

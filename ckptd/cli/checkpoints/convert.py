@@ -144,6 +144,7 @@ def _options(compat: str, budget: str, verify: bool, strict: bool) -> ConvertOpt
         memory_budget_bytes=size,
         verify=verify,
         strict=strict,
+        compare_masters=strict,
         write_latest=True,
     )
 

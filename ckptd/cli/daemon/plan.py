@@ -72,8 +72,6 @@ def register(app: typer.Typer) -> None:
         other = job_with(config, changes or [])
         note_remotes(where, config, other)
         places = ask(where, config, directory, other.retention_keys, saves)
-        if not any(place.checkpoints or not place.is_known for place in places):
-            raise _no_checkpoint(config)
         if as_json:
             rows = [asdict(place) for place in places]
             print(json.dumps({"schema_version": 1, "name": config.name, "places": rows}, indent=1))
@@ -133,6 +131,7 @@ def show_reload(job: str | None, state_dir: Path | None, config_dir: Path | None
     from ckptd.cli.daemon.request import requested_jobs
     from ckptd.cli.output import print_line
     from ckptd.config.commands import default_config_dir
+    from ckptd.errors import NotFoundError
     from ckptd.recover.select.job import job_named
 
     directory = config_dir or default_config_dir(os.environ)
@@ -140,7 +139,10 @@ def show_reload(job: str | None, state_dir: Path | None, config_dir: Path | None
         config = job_named(job or where.name, os.environ, config_dir=directory)
         print_line(f"{config.name}, as {config.file or 'its arguments'} says now:")
         note_remotes(where, config, config)
-        show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
+        try:
+            show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
+        except NotFoundError as error:
+            print_line(error.message)
 
 
 def ask(
@@ -178,6 +180,8 @@ def ask(
     (answer,) = found
     if answer.error is not None:
         raise BehindError(f"{where.name} could not be planned: {answer.error}")
+    if not any(place.checkpoints or not place.is_known for place in answer.places):
+        raise _no_checkpoint(config)
     return list(answer.places)
 
 

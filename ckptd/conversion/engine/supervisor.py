@@ -88,6 +88,7 @@ def plan_request(
         "compat": options.compat,
         "block": block,
         "strict": options.strict,
+        "compare_masters": options.compare_masters,
         "dry": dry,
         "partial": folder.partial,
     }

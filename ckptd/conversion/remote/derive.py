@@ -318,7 +318,7 @@ def _of_shards(
     store: Store,
 ) -> Iterator[DerivedUpload]:
     """Derive a form from the sealed shards of this node."""
-    options = _options(order.manifest.form)
+    options = _options(order.manifest.form, making)
 
     def look() -> SourceFolder:
         folder = list_source(Path(order.root, making.folders[0]))
@@ -371,7 +371,7 @@ def _of_objects(
 
     Each block is read once and hashed; all that is used is compared with what was committed (ADR 0118).
     """
-    options = _options(order.manifest.form)
+    options = _options(order.manifest.form, making)
     source, fingerprints = committed_source(store, order, making, zero)
     records: dict[str, tuple[Record, ...]] = {}
     with tempfile.TemporaryDirectory(dir=making.staging, prefix=MIRROR) as place:
@@ -507,9 +507,9 @@ def recheck(making: DeriveRequest, root: int) -> None:
             raise SourceChanged(reason, hint="this attempt is dropped; the next turn looks again")
 
 
-def _options(form: str) -> ConvertOptions:
+def _options(form: str, making: DeriveRequest) -> ConvertOptions:
     kind, dtype = parse_form(form)
-    return ConvertOptions(form=kind, dtype=dtype)
+    return ConvertOptions(form=kind, dtype=dtype, compare_masters=making.compare_masters)
 
 
 def _is_over(control: TransferControl) -> bool:

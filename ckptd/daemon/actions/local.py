@@ -190,6 +190,7 @@ class LocalActions:
             memory_budget_bytes=self._limits.conversion_bytes(),
             reserve_bytes=reserve_bytes,
             bytes_per_second=self._limits.conversion_bytes_per_second(),
+            compare_masters=self._config.compare_masters,
         )
         self._in_worker(
             f"converting {tag}",

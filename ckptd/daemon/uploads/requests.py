@@ -169,7 +169,13 @@ def committed_source(row: SaveRow, zero: UploadRecord, takeover_seconds: float) 
 
 
 def derive_request(
-    row: SaveRow, action: Upload, zero: Committed | None, staging: str, memory_bytes: int
+    row: SaveRow,
+    action: Upload,
+    zero: Committed | None,
+    staging: str,
+    memory_bytes: int,
+    *,
+    compare_masters: bool,
 ) -> m.DeriveRequest:
     """Build the request to derive a form that lies nowhere here; `zero`: derive from that, not from files
     here.
@@ -183,6 +189,7 @@ def derive_request(
         below=_subfolder(row, action),
         staging=staging,
         memory_bytes=memory_bytes,
+        compare_masters=compare_masters,
         plan_sha256=row.derived_of(action.form).plan_sha256,
     )
 

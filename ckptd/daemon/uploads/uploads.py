@@ -156,7 +156,15 @@ class UploadManager:
         staging = path_of(self._config.save_dir, fs.STAGING)
         zero = self._state.uploads.record(row.id, action.remote, ZERO)
         source = committed_source(row, zero, self._config.shared_takeover_seconds)
-        return pointer_to_upload(row, action), derive_request(row, action, source, str(staging), memory_bytes)
+        making = derive_request(
+            row,
+            action,
+            source,
+            str(staging),
+            memory_bytes,
+            compare_masters=self._config.compare_masters,
+        )
+        return pointer_to_upload(row, action), making
 
     def cancel(self, action: CancelUpload) -> None:
         """Cancel the upload under way for a save; it continues later where it stopped."""

@@ -49,7 +49,7 @@ class Proof:
     save: Save
     why_none: str = ""
     is_wanted: bool = True
-    """False: nothing is checked at all (`--no-strict`)."""
+    """False: nothing is checked at all (`--no-strict`, `compare_masters = false`)."""
     left_out: dict[str, set[tuple[str, int, int]]] = field(default_factory=dict)
     _layers: Held | None = None
     _names: ExpertNames | None = None

@@ -326,6 +326,8 @@ class DeriveRequest(Model):
     """Folder of this disk where the plan lies, without a name."""
     memory_bytes: int
     """Memory that the process that makes it may use (P12)."""
+    compare_masters: bool = True
+    """See `JobConfig.compare_masters`."""
     plan_sha256: str = ""
     """The plan that `UploadRequest.uploaded` and `partly` were made by."""
 

@@ -61,6 +61,7 @@ WRONG: dict[str, list[Any]] = {
     "node_name": [5, True, [], "", "a b", DATE],
     "ready_dir": [5, True, [], {}, "", "ready", "~/ready", "/a/../b", "{dir}", DATE],
     "shared_fs": [5, "false", [], DATE],
+    "compare_masters": [1, 0, "true", "no", [], {}, "", DATE],
     "shared_takeover": [5, True, [], {}, "", "5s", "-1m", "never", DATE],
     "layout.files": [5, True, [], {}, "", "a/b", "_ckptd*", DATE],
     "layout.complete_when": [

@@ -159,6 +159,26 @@ def test_facts_that_cannot_be_read_now_are_not_lost(tmp_path: Path) -> None:
     assert [row["kind"] for row in read_events(tmp_path, since)][1:] == ["gap", "complete", "committed"]
 
 
+@pytest.mark.parametrize("name", [EVENTS, OLD_EVENTS])
+def test_events_that_cannot_be_read_now_are_no_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A follower that was told of a gap would go on after them, for ever."""
+    EventLog(tmp_path).see(job(checkpoint("step1", "pending")))
+    since = read_events(tmp_path)[-1]["id"]
+    monkeypatch.setattr(event_log, "EVENTS_BYTES", 1)
+    EventLog(tmp_path).see(job(checkpoint("step1")))
+    monkeypatch.undo()
+    EventLog(tmp_path).see(job(checkpoint("step1"), checkpoint("step2", "pending")))
+    (tmp_path / name).rename(tmp_path / "aside")
+    (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError):
+        read_events(tmp_path, since)
+    (tmp_path / name).rmdir()
+    (tmp_path / "aside").rename(tmp_path / name)
+    assert brief(read_events(tmp_path, since)) == [("committed", "step1"), ("complete", "step2")]
+
+
 def test_a_save_that_comes_and_goes_between_two_looks_is_told_of(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.see(job(checkpoint("step1")))

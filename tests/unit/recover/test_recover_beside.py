@@ -47,7 +47,7 @@ def test_more_files_than_descriptors(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (fd + _RANKS, limits[1]))
     try:
-        execution = StepExecution(tmp_path, fd, reserve_bytes=0)
+        execution = StepExecution(tmp_path, fd, reserve_bytes=0, compare_masters=True)
         execution.run([CopyBeside(tag="checkpoint_1", target=_TARGET, paths=paths)])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

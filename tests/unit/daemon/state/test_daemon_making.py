@@ -339,13 +339,13 @@ def test_of_a_save_that_is_whole_here_nothing_is_heard(life: Life) -> None:
 def test_an_order_names_the_commit_where_the_save_is_not_whole_here(life: Life) -> None:
     row, zero = life.state.saves.rows[1], committed_record(life.state.saves.rows[1].save)
     assert committed_source(row, zero, 30.0) is None
-    making = derive_request(row, ACTION, None, "/s", 1)
+    making = derive_request(row, ACTION, None, "/s", 1, compare_masters=True)
     assert (making.zero, len(making.sealed)) == (None, 1)
     part(life)
     row = life.state.saves.rows[1]
     source = committed_source(row, zero, 30.0)
     assert source == Committed(sha256=zero.commit_sha256 or "", takeover_seconds=30.0)
-    making = derive_request(row, ACTION, source, "/s", 1)
+    making = derive_request(row, ACTION, source, "/s", 1, compare_masters=True)
     assert (making.zero, making.sealed) == (source, ())
 
 
