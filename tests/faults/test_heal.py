@@ -401,8 +401,13 @@ def test_what_another_node_found_damaged_counts_for_no_deletion(tmp_path: Path) 
         commit = (here.nas / "_ckptd" / "commits" / "global_step2~g1~zero.json").read_bytes()
         told = {"node": "b", "node_id": "b", "save_dir": "", "damaged": [hashlib.sha256(commit).hexdigest()]}
         (beats / "b.json").write_text(json.dumps(said | told))
-        held = lambda: [row for row in here.status()["remotes"][0]["held"] if row["tag"] == "global_step2"]
-        here.wait("heard", lambda: "a copy of it is damaged" in held()[0]["why"])
+
+        def reasons() -> list[str]:
+            """Why the remote keeps it."""
+            held = here.status()["remotes"][0]["held"]
+            return [why for row in held if row["tag"] == "global_step2" for why in row["why"]]
+
+        here.wait("heard", lambda: "a copy of it is damaged" in reasons())
         for step in (3, 4):
             here.save(step)
             here.wait_committed(f"global_step{step}~g1")
