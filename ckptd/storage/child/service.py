@@ -194,10 +194,12 @@ class Service:
     def _repaired(self, attached: AttachedRemote, seen: Observation) -> tuple[str, ...]:
         """Write documents again that rotted or are lost; before anybody takes them for another's, or gone."""
         settings = self._settings
-        if settings is None or not settings.is_scrubbed or attached.kept is None:
+        if settings is None or attached.kept is None:
             return ()
-        repaired = heal_commits(attached.kept, attached.store, seen)
-        return audited(Path(settings.state_dir), settings.name, repaired)
+        # without scrub as well what is kept of COMMITs that were deleted is forgotten
+        is_dry = not settings.is_scrubbed
+        repaired = heal_commits(attached.kept, attached.store, seen, dry_run=is_dry)
+        return () if is_dry else audited(Path(settings.state_dir), settings.name, repaired)
 
     def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:
         def beat(run_id: str) -> None:

@@ -201,14 +201,16 @@ class RepairedDocument:
     damage: str
 
 
-def heal_commits(kept: KeptDocuments, store: Store, seen: Observation) -> list[RepairedDocument]:
+def heal_commits(
+    kept: KeptDocuments, store: Store, seen: Observation, *, dry_run: bool = False
+) -> list[RepairedDocument]:
     """Write again what is kept of COMMITs that were not read as they were kept; failing changes nothing."""
     read = {stem_of(view.commit): view.sha256 for view in seen.commits}
     wanted = [where for where, digits in kept.names().items() if read.get(where, "")[:_DIGITS] != digits]
     repaired: list[RepairedDocument] = []
     for where in sorted(wanted):
         with contextlib.suppress(CkptdError):  # of a remote that may only be read
-            repaired += heal_documents(kept, store, where)
+            repaired += heal_documents(kept, store, where, dry_run=dry_run)
     return repaired
 
 
@@ -229,8 +231,7 @@ def heal_documents(
         return []
     found = {one.key: _read(store, one.key) for one in documents}
     if _is_over(store, where, documents, commits, found):
-        if not dry_run:
-            kept.forget(where)
+        kept.forget(where)
         return []
     wrong = [one for one in documents if found[one.key] != one.data]
     for one in () if dry_run else wrong:

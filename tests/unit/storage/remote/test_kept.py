@@ -186,3 +186,18 @@ def test_verify_repairs_documents(node: Remembered) -> None:
     assert done.exit_code() == 0
     assert node.documents() == node.before
     assert [line["action"] for line in node.scene.audit()] == ["repair", "repair"]
+
+
+def test_what_retention_deleted_is_forgotten_without_scrub_too(node: Remembered) -> None:
+    """A node that repairs nothing keeps nothing of what is gone, and writes nothing."""
+    empty(node.commit)
+    before = node.documents()
+    heal_commits(node.kept(), node.store, read_remote(node.store), dry_run=True)
+    assert node.documents() == before
+    assert node.kept().names() == {WHERE: sha256_of(node.before[f"commits/{STEM}.json"])[:8]}
+    stone = node.scene.nas / "_ckptd" / "retired" / f"{STEM}.json"
+    stone.parent.mkdir()
+    stone.write_text("{}")
+    heal_commits(node.kept(), node.store, read_remote(node.store), dry_run=True)
+    assert node.kept().names() == {}
+    assert list((node.scene.state / "documents").rglob("*.json")) == []
