@@ -94,12 +94,13 @@ class Deletions:
         """Count the deletions of the hour before a restart: a daemon that restarts again and again needs the
         limit most.
 
-        By wall-clock time: a clock that jumps an hour forward counts as over, one that went back as just
-        begun. An older journal has digests alone: each counts for every remote.
+        By wall-clock time: where the clock jumped an hour forward the hour counts as over. Where it went
+        back, deletions count as just done, and saves that were completed later than now not at all: the limit
+        must not grow. An older journal has digests alone: each counts for every remote.
         """
         now, unix = time.monotonic(), time.time()
         sealed, pruned = self._journal.lately(unix - HOUR_SECONDS)
-        self.completed_at.extend(now - max(0.0, unix - at) for at in sealed)
+        self.completed_at.extend(now - (unix - at) for at in sealed if at <= unix)
         self.local_at.extend(now - max(0.0, unix - at) for at in pruned)
         lately: dict[str, float] = json.loads(self._journal.meta(_LATELY) or "{}")
         for key, at in lately.items():

@@ -7,6 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from ckptd.config.loader import job_from_arguments
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.core.policy.actions import DeleteRemote
@@ -121,4 +123,17 @@ def test_a_belt_of_an_older_journal_counts_for_every_remote(tmp_path: Path) -> N
     assert [view_builder._remote_deletions_left(config, state, one) for one in config.remotes] == [2, 2]
     ((_, at),) = state.deletions.remote_at.items()
     assert 0 < time.monotonic() - at < 120
+    state.journal.close()
+
+
+def test_a_clock_that_went_back_lets_no_more_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves that the journal has from later than now were completed at no known time: they allow nothing."""
+    state = state_in(tmp_path)
+    unix = time.time()
+    monkeypatch.setattr(time, "time", lambda: unix + 7200.0)
+    for step in range(1, 6):
+        state.journal.add_save(sealed(step), found_first=False, adopted=True, seen_at=0.0)
+    monkeypatch.setattr(time, "time", lambda: unix)
+    state.deletions.restore_rate_limit()
+    assert state.deletions.local_left(1) == 3
     state.journal.close()
