@@ -112,9 +112,11 @@ def test_every_bit_of_a_commit(node: Remembered) -> None:
         data = bytearray(good)
         data[at] ^= 1
         path.write_bytes(data)
-        assert heal_documents(node.kept(), node.store, WHERE, dry_run=True) or (
-            parse(Commit, bytes(data), "").model_dump(exclude={"committed_at", "format"}) == was
-        ), data[max(0, at - 20) : at + 20]
+        if not heal_documents(node.kept(), node.store, WHERE, dry_run=True):
+            found = parse(Commit, bytes(data), "").model_dump(exclude={"committed_at", "format"})
+            assert found == was, data[max(0, at - 20) : at + 20]
+            path.write_bytes(good)
+            node.keep()
 
 
 @pytest.mark.parametrize("kind", ["retired", "disputes"])
