@@ -69,6 +69,7 @@ MAY_REMOVE = {
     ),
     "observe/logs.py": "its own log, once it is full",
     "observe/event_log.py": "its own log, once it is full",
+    "storage/remote/kept.py": "what it kept of COMMITs that do not count any more, in the state directory",
     "storage/local/state_dir.py": "the status of a job that waits, out of its user's own place",
     "daemon/resources/reserve.py": "its own reserve for a full disk, and what it tries the room with",
     "storage/local/probe.py": "proves rights on its own temporaries (P19)",

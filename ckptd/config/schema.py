@@ -541,7 +541,24 @@ def config_digest(job: JobConfig) -> str:
     return hashlib.sha256(json.dumps(shape, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+_FIRST_KEYS = frozenset(
+    [
+        "save_total_limit",
+        "keep_every_steps",
+        "keep_every_seconds",
+        "keep_within_seconds",
+        "keep_best",
+        "keep_steps",
+        "ephemeral",
+        "ladder",
+    ]
+)
+"""Keys of `RetentionPolicy` that every digest has; any other only where it is set, so that digests stay."""
+
+
 def _digest_retention(keeps: Retention, forms: tuple[str, ...]) -> dict[str, Any]:
-    # a key that came later is left out where it is unset: the digests of all other jobs stay
-    later = {"keep_bytes"} if keeps.keep_bytes is None else set()
-    return {"forms": sorted(forms), **keeps.policy.model_dump(mode="json", exclude=later)}
+    policy = keeps.policy
+    unset = {
+        name for name in type(policy).model_fields if name not in _FIRST_KEYS and not getattr(policy, name)
+    }
+    return {"forms": sorted(forms), **policy.model_dump(mode="json", exclude=unset)}

@@ -220,10 +220,16 @@ class Job:
         known = (journal.meta(f"job_id:{remote.name}") for remote in self.config.remotes)
         self.job_id = next((job_id for job_id in known if job_id is not None), None)
         # the state directory of save_dir's own kind lies inside save_dir
-        apart_from = (str(self.state_dir), *self._apart_from)
+        state_dir = str(self.state_dir)
         for remote in self.config.remotes:
             settings = remote_settings(
-                self.config, remote, journal, node=self.node, node_id=node_id, apart_from=apart_from
+                self.config,
+                remote,
+                journal,
+                node=self.node,
+                node_id=node_id,
+                state_dir=state_dir,
+                apart_from=(state_dir, *self._apart_from),
             )
             heard = on_attached(
                 remote.name,
@@ -245,6 +251,7 @@ class Job:
         ours = (self.node, node_id)
         self.runs = JobRuns(config, state, sessions, save_dir_fd, ours, heartbeat, self.wake)
         shared_lease = SharedDirLease(config) if config.shared_fs else None
+        scrubber = Scrubber(config, state, sessions)
         self.peers = Peers(
             state,
             sessions,
@@ -255,6 +262,7 @@ class Job:
             shared_lease,
             config.shared_takeover_seconds,
             self.runs.sharers.__setitem__,
+            scrubber.damaged_commits,
         )
         self.known_saves = KnownSaves(
             state,
@@ -285,7 +293,6 @@ class Job:
             self.known_saves.is_pinned,
             shared_lease.holds if shared_lease is not None else lambda: True,
         )
-        scrubber = Scrubber(config, state, sessions)
         self.healer = Healer(config, state, self.state_dir, scrubber, self.workers, self.wake)
         self.executor = PlanExecutor(
             sessions,
@@ -459,7 +466,7 @@ class Job:
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
-        damaged = self.executor.scrubber.damaged
+        damaged = self.executor.scrubber.damaged | self.peers.damaged
         self.view = build_view(
             self.config,
             state,

@@ -12,7 +12,7 @@ import json
 import os
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,8 @@ from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FileRepairer, LocalFiles, drop_fetched, is_same_file, opened_save_dir
 from ckptd.recover.recovery import reserve_bytes
 from ckptd.storage.local.state_dir import REPAIR_UPLOADS
+from ckptd.storage.remote.kept import SOURCE, KeptDocuments, audited, heal_documents
+from ckptd.storage.remote.observe import live_commits, read_remote
 from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
 from ckptd.storage.stores.rate_limit import RateLimiter
 from ckptd.storage.stores.sources import FileSource, RateLimitedSource
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from ckptd.observe.audit import Audit
     from ckptd.recover.files import LocalFault
     from ckptd.recover.select.inventory import RemoteInventory
+    from ckptd.storage.remote.kept import RepairedDocument
     from ckptd.storage.remote.messages import CommitView
     from ckptd.storage.stores.base import Source, Store
 
@@ -101,7 +104,7 @@ class Repair:
         on_progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self._job = job
-        self._remotes = remotes
+        self._remotes = list(remotes)
         self._wanted = wanted
         self._node_id = node_id
         self._audit = audit
@@ -119,6 +122,8 @@ class Repair:
         Raises:
             NothingCommitted, NotFoundError: no remote holds a COMMIT (4), or none of that tag (66).
         """
+        if not self._wanted.is_daemons:
+            self._mend_documents()
         found = self._verify()
         fd = opened_save_dir(self._job.save_dir)
         self._fd = -1 if fd is None else fd
@@ -272,6 +277,30 @@ class Repair:
             code=error.exit_code if error is not None else 0,
         )
 
+    # --- documents -------------------------------------------------------------------------------------
+
+    def _mend_documents(self) -> None:
+        """Write again what this node kept of COMMITs and manifests; what was mended is read anew."""
+        state_dir, is_dry = self._unfinished.state_dir, self._wanted.dry_run
+        for number, remote in enumerate(self._remotes):
+            if state_dir is None or remote.name not in self._wanted.targets:
+                continue
+            kept = KeptDocuments(state_dir, remote.observation.identity.remote_id)
+            repaired: list[RepairedDocument] = []
+            for where in sorted(kept.names()):
+                if self._wanted.tag not in (None, where[0]):
+                    continue
+                try:
+                    repaired += heal_documents(kept, remote.store, where, dry_run=is_dry)
+                except CkptdError as error:
+                    self._say(f"{remote.name}: the documents of {where[0]} are not repaired: {error}")
+            if repaired and not is_dry:
+                audited(state_dir, remote.name, repaired)
+                seen = read_remote(remote.store, is_tolerant=True)
+                self._remotes[number] = replace(remote, observation=seen, commits=live_commits(seen))
+            outcome = "planned" if is_dry else "repaired"
+            self.rows += [_document_row(remote.name, one, outcome) for one in repaired]
+
     # --- in a remote -----------------------------------------------------------------------------------
 
     def _resender(self, remote: RemoteInventory) -> ObjectRepairer:
@@ -388,6 +417,21 @@ class Repair:
             self._on_progress(what, done, total)
 
 
+def _document_row(where: str, one: RepairedDocument, outcome: str) -> RepairResult:
+    tag, generation, form = one.where
+    return RepairResult(
+        where=where,
+        tag=tag,
+        generation=generation,
+        form=form,
+        key=one.key,
+        bytes=one.bytes,
+        damage=one.damage,
+        source=SOURCE,
+        outcome=outcome,
+    )
+
+
 @contextlib.contextmanager
 def _from_remote(remote: RemoteInventory, file: ManifestFile) -> Iterator[Callable[[], Source]]:
     yield lambda: StoreSource(remote.store, file)
@@ -407,7 +451,7 @@ class Unfinished:
     """The notes of one job, in its state directory; None: nothing is kept (no state directory)."""
 
     def __init__(self, state_dir: Path | None) -> None:
-        self._dir = state_dir
+        self.state_dir = state_dir
         self._open = {(remote, key): token for remote, key, token in self._read()}
 
     @contextlib.contextmanager
@@ -417,14 +461,14 @@ class Unfinished:
         Raises:
             LockHeld: one is; what it has under way must not be taken for what it left.
         """
-        if self._dir is None:
+        if self.state_dir is None:
             yield
             return
-        with files.opened_dir(self._dir) as fd:
+        with files.opened_dir(self.state_dir) as fd:
             try:
                 lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                msg = f"a repair or `ckptd gc` is at work with {self._dir}"
+                msg = f"a repair or `ckptd gc` is at work with {self.state_dir}"
                 raise LockHeld(msg, hint="call it again when that is done") from error
             self._open = {(remote, key): token for remote, key, token in self._read()}
             yield
@@ -451,14 +495,18 @@ class Unfinished:
 
     def _read(self) -> Iterable[tuple[str, str, str]]:
         try:
-            rows = json.loads((self._dir / REPAIR_UPLOADS).read_bytes()) if self._dir is not None else []
+            rows = (
+                json.loads((self.state_dir / REPAIR_UPLOADS).read_bytes())
+                if self.state_dir is not None
+                else []
+            )
             return [(str(remote), str(key), str(token)) for remote, key, token in rows]
         except (OSError, ValueError, TypeError):
             return []
 
     def _write(self) -> None:
-        if self._dir is None:
+        if self.state_dir is None:
             return
         rows = [[remote, key, token] for (remote, key), token in sorted(self._open.items())]
-        with opened_ours(self._dir) as fd:
+        with opened_ours(self.state_dir) as fd:
             files.write_atomic(fd, REPAIR_UPLOADS, json.dumps(rows).encode())

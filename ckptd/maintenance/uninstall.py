@@ -60,7 +60,7 @@ _STATE_FILES = (
     "repair-uploads.json",
     "reserve",
 )
-_STATE_FOLDERS = ("decisions", "control")
+_STATE_FOLDERS = ("decisions", "documents", "control")
 _BESIDE = (Role.SIDE, Role.EXTRA)
 """Files that are no shards."""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ DISK_BYTES = 256 << 20
 BLOCK_BYTES = 4096
 SCRUB = 'scrub = "20TB/day"'
 CYCLE_SECONDS = 300.0
+POINTERS = {"latest", "latest_universal"}
 _FIBMAP = 1
 
 real_saves = made_before(RUN)
@@ -223,6 +226,109 @@ def test_rot_in_a_directory_heals(tmp_path: Path) -> None:
         assert len(here.audit("repair")) == len(names)
 
 
+def empty(path: Path) -> None:
+    """Nothing is left in a file."""
+    os.truncate(path, 0)
+
+
+def turn_a_digit(path: Path) -> None:
+    """One bit of a COMMIT, which can be read all the same, as of another branch."""
+    data = path.read_bytes()
+    at = data.index(b'"branch":') + len(b'"branch":')
+    path.write_bytes(data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :])
+
+
+def documents(here: Node, *kinds: str) -> dict[str, bytes]:
+    """Key → bytes of documents in a directory."""
+    paths = [path for kind in kinds for path in (here.nas / "_ckptd" / kind).rglob("*.json")]
+    return {str(path.relative_to(here.nas)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize("is_left_here", [True, False], ids=["here", "in the remote alone"])
+def test_documents_in_a_directory_heal(tmp_path: Path, is_left_here: bool) -> None:
+    """COMMITs and manifests of both forms that rotted or are gone, also of what no save_dir holds any more:
+    each is the same bytes again, no other is written, and nothing is uploaded again."""
+    rots: list[Callable[[Path], object]] = [flip, cut, empty, Path.unlink, turn_a_digit]
+    with node(tmp_path, job='existing = "all"', local="save_total_limit = 9") as here:
+        for step in range(1, 6):
+            old_save(here, step)
+        assert here.once() == 0
+        before = documents(here, "commits", "nodes")
+        if not is_left_here:
+            for step in range(1, 6):
+                shutil.rmtree(here.save_dir / f"global_step{step}")
+        damaged = set()
+        for step, rot_of_commit in enumerate(rots, 1):
+            commit = here.nas / "_ckptd" / "commits" / f"global_step{step}~g1~zero.json"
+            (manifest,) = (here.nas / "_ckptd" / "nodes" / f"global_step{step}~g1~zero").iterdir()
+            keeping_times(commit, rot_of_commit)
+            keeping_times(manifest, rots[step % 4])
+            damaged |= {str(path.relative_to(here.nas)) for path in (commit, manifest)}
+        objects = contents(here.nas)
+        here.write_job(remote=SCRUB)
+        here.start()
+        here.wait("healed", lambda: is_healed(here, "nas", damaged), CYCLE_SECONDS)
+        here.wait("over", lambda: not here.problems() & {"remote-object-damaged", "remote-damaged"})
+        assert documents(here, "commits", "nodes") == before
+        after = contents(here.nas)
+        assert {name for name in objects if after[name] != objects[name]} <= damaged | POINTERS
+        assert {name for line in here.audit("repair") for name, _ in line["files"]} == damaged
+        here.wait("told", lambda: "copy-repaired" in here.problems())
+
+
+def test_what_rots_under_a_daemon_heals(tmp_path: Path) -> None:
+    """A COMMIT that is lost while the daemon is at rest: its next look finds it."""
+    with node(tmp_path, remote=SCRUB) as here:
+        here.start()
+        here.save(1)
+        here.wait_committed(f"{TAG}~g1")
+        kept = here.state / "documents"
+        here.wait("both forms", lambda: len(list(kept.rglob("*.json"))) == len(("zero", "universal")))
+        before = documents(here, "commits")
+        for path in (here.nas / "_ckptd" / "commits").glob("*.json"):
+            path.unlink()
+        here.wait("healed", lambda: documents(here, "commits") == before, CYCLE_SECONDS)
+        assert is_healed(here, "nas", set(before))
+
+
+def test_documents_that_a_person_removed_stay_removed(tmp_path: Path) -> None:
+    """A checkpoint whose folder and documents somebody deleted in the remote does not come back there."""
+    with node(
+        tmp_path, job='existing = "all"', local="save_total_limit = 9", remote='forms = ["zero"]'
+    ) as here:
+        for step in (1, 2):
+            old_save(here, step)
+        assert here.once() == 0
+        for root in (here.save_dir, here.nas):
+            shutil.rmtree(root / TAG)
+        (here.nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json").unlink()
+        here.write_job(remote=f'forms = ["zero"]\n{SCRUB}')
+        assert here.once() == 0
+        assert here.commits().keys() == {"global_step2~g1"}
+        assert here.audit("repair") == []
+
+
+@pytest.mark.stores
+def test_documents_in_a_bucket_heal(tmp_path: Path, moto: servers.Server) -> None:
+    """A COMMIT that lost its end and a manifest that is gone: the same bytes again, and no object is sent."""
+    with s3_node(tmp_path, moto, job='existing = "all"') as here:
+        old_save(here, 1)
+        assert here.once() == 0
+        data = [key for key in here.objects() if not key.startswith("_ckptd/heartbeats/")]
+        before = {key: here.read(key) for key in data}
+        (manifest,) = (key for key in data if key.startswith(f"_ckptd/nodes/{TAG}~g1~zero/"))
+        commit = f"_ckptd/commits/{TAG}~g1~zero.json"
+        written = {key: here.written_at(key) for key in data if key not in (commit, manifest)}
+        here.client.put_object(Bucket=here.bucket, Key=f"{PREFIX}/{commit}", Body=before[commit][:-9])
+        here.client.delete_object(Bucket=here.bucket, Key=f"{PREFIX}/{manifest}")
+        here.write_job(remote=f"{here.remote}\n{SCRUB}")
+        here.start()
+        here.wait("healed", lambda: is_healed(here, "nas", {commit, manifest}), CYCLE_SECONDS)
+        here.wait("over", lambda: "remote-damaged" not in here.problems(), CYCLE_SECONDS)
+        assert {key: here.read(key) for key in data} == before
+        assert {key: here.written_at(key) for key in written} == written
+
+
 @pytest.mark.stores
 def test_rot_in_a_bucket_heals(tmp_path: Path, moto: servers.Server) -> None:
     """The object that is put right is the one that was bad; no other is written."""
@@ -280,6 +386,32 @@ def test_what_no_copy_can_repair_stays_named_and_holds_its_place_for_none(tmp_pa
         assert here.local_tags() == {"global_step2", "global_step4"}
         assert set(here.commits()) == {"global_step2~g1", "global_step4~g1"}
         assert here.audit("repair") == []
+
+
+def test_what_another_node_found_damaged_counts_for_no_deletion(tmp_path: Path) -> None:
+    """Its heartbeat names a COMMIT: this node keeps that checkpoint, and others in its stead."""
+    with node(tmp_path, local="save_total_limit = 2", remote="keep_last = 5") as here:
+        here.start()
+        for step in (1, 2):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        beats = here.nas / "_ckptd" / "heartbeats"
+        here.wait("a heartbeat", lambda: any(beats.glob("*.json")))
+        said = json.loads(next(beats.glob("*.json")).read_bytes())
+        commit = (here.nas / "_ckptd" / "commits" / "global_step2~g1~zero.json").read_bytes()
+        told = {"node": "b", "node_id": "b", "save_dir": "", "damaged": [hashlib.sha256(commit).hexdigest()]}
+        (beats / "b.json").write_text(json.dumps(said | told))
+
+        def reasons() -> list[str]:
+            """Why the remote keeps it."""
+            held = here.status()["remotes"][0]["held"]
+            return [why for row in held if row["tag"] == "global_step2" for why in row["why"]]
+
+        here.wait("heard", lambda: "a copy of it is damaged" in reasons())
+        for step in (3, 4):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        here.wait("the limit", lambda: here.local_tags() == {f"global_step{step}" for step in (2, 3, 4)})
 
 
 def test_resume_takes_no_damaged_folder(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """`_ckptd/heartbeats/<node>.json`: what a node says of itself, about once a minute (docs/contract.md).
 
 Economy and words alone: who is missing, since when, what is at risk. Nothing is committed on the strength of
-one, and nothing deleted but what the job file lets go uncommitted. Durations are by the node's own clock, so
-that a clock which is wrong changes none of them.
+one, and nothing deleted but what the job file lets go uncommitted; what one calls damaged is kept. Durations
+are by the node's own clock, so that a clock which is wrong changes none of them.
 """
 
 from __future__ import annotations
@@ -65,8 +65,16 @@ class Heartbeat(Document):
     user: str = ""
     save_dir: str = ""
     """The directory it watches; "": an older release."""
+    damaged: tuple[str, ...] = ()
+    """Digests of COMMITs of which its scrub found something damaged in the remote that this is written to."""
     ended: bool = False
     """The last one of a daemon that was stopped in order: no training that it would see goes on."""
+
+
+MOST_DAMAGED = 64
+"""COMMITs that one tells of."""
+DAMAGED_SECONDS = 86400.0
+"""What a node that fell silent, or ended, said of damage counts for so long."""
 
 
 class SeenNode(Model):
@@ -88,6 +96,12 @@ class SeenNode(Model):
     def is_dead(self) -> bool:
         """Tell whether nothing more is to be expected: it has ended, or was not heard of for a while."""
         return self.has_ended or (self.seconds_ago is not None and self.seconds_ago > DEAD_SECONDS)
+
+    @property
+    def damaged(self) -> frozenset[str]:
+        """Return the digests of COMMITs that it found damaged, as far as that counts still."""
+        is_old = self.seconds_ago is None or self.seconds_ago > DAMAGED_SECONDS
+        return frozenset() if is_old or self.heartbeat is None else frozenset(self.heartbeat.damaged)
 
 
 def heartbeat_key(node: str, node_id: str = "") -> str:

@@ -306,7 +306,7 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
         reasons[item.key].append(f"keep_best: {rank} of {policy.keep_best}")
     ages = _ages(newest_first) if policy.keep_within_seconds is not None else {}
     for item in newest_first:
-        reasons[item.key] += _any(item, policy, ages.get(item.key))
+        reasons[item.key] += _named_or_dated(item, policy, ages.get(item.key))
     if newest_first:
         reasons[newest_first[0].key].append("newest committed")
     if policy.has_limit:
@@ -342,7 +342,7 @@ def _divided(item: PolicyItem, policy: RetentionPolicy) -> list[str]:
     return [f"keep_every_steps {policy.keep_every_steps}"] if is_kept else []
 
 
-def _any(item: PolicyItem, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
+def _named_or_dated(item: PolicyItem, policy: RetentionPolicy, age_seconds: float | None) -> list[str]:
     """Apply the keys that name or date a checkpoint, whatever its kind."""
     why: list[str] = []
     within = policy.keep_within_seconds

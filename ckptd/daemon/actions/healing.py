@@ -21,9 +21,11 @@ from ckptd.errors import SourceChanged
 from ckptd.maintenance.repair_order import RepairOrder, repair_apart
 from ckptd.observe.logs import line_fields
 from ckptd.storage.local.scan import scan_folder
+from ckptd.storage.remote.documents import tag_of_key
+from ckptd.storage.remote.kept import SOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from ckptd.config.schema import JobConfig
@@ -76,6 +78,8 @@ class Healer:
     def turn(self, save_dir_fd: int, *, is_wanted: bool) -> None:
         """Begin the next repair, or end the one under way where something else begins."""
         self._save_dir_fd = save_dir_fd
+        for name, keys in self._scrubber.take_repaired():
+            self._tell(name, tag_of_key(keys[0]), [(key, SOURCE) for key in keys])
         if self._under_way is not None:
             # what it puts into the folder looks like a save in flight
             if not is_wanted or self._scrubber.is_disturbed(by_all_but=self._under_way.tag):
@@ -134,29 +138,24 @@ class Healer:
 
     def _ended(self, fault: Fault, rows: list[RepairedFile]) -> None:
         self._end(fault)
-        tag, where = fault.view.commit.tag, fault.place or "this node"
-        fixed = [row for row in rows if row.left is None and row.source is not None]
-        for row in fixed:
-            log.warning(
-                "%s: %s was damaged and is repaired from %s",
-                *(where, row.key, row.source),
-                extra=line_fields("repair", tag),
-            )
+        fixed = [(row.key, row.source) for row in rows if row.left is None and row.source is not None]
         if fixed:
-            more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
-            text = f"{where}: {fixed[0].key} was damaged and is repaired from {fixed[0].source}{more}"
-            step = command_for(self._config, "logs")
-            self._state.problems.put(
-                "copy-repaired",
-                where,
-                text,
-                f"a disk that rots may be failing; {step}",
-                lasts_seconds=TOLD_SECONDS,
-            )
+            self._tell(fault.place or "this node", fault.view.commit.tag, fixed)
         left = next((row.left for row in rows if row.left is not None), None)
         if left is None and not rows:
             left = "nothing that may be repaired was found"
         self._note(fault, left)
+
+    def _tell(self, where: str, tag: str, fixed: Sequence[tuple[str, str]]) -> None:
+        """Log each (file, source) and tell of the first."""
+        texts = [f"{where}: {key} was damaged and is repaired from {source}" for key, source in fixed]
+        for text in texts:
+            log.warning("%s", text, extra=line_fields("repair", tag))
+        more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
+        step = f"a disk that rots may be failing; {command_for(self._config, 'logs')}"
+        self._state.problems.put(
+            "copy-repaired", where, f"{texts[0]}{more}", step, lasts_seconds=TOLD_SECONDS
+        )
 
     def _failed(self, fault: Fault, error: CkptdError) -> None:
         self._end(fault)

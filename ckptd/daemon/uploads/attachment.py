@@ -42,6 +42,7 @@ def remote_settings(
     *,
     node: str,
     node_id: str,
+    state_dir: str = "",
     apart_from: tuple[str, ...] = (),
 ) -> m.RemoteSettings:
     """Build the settings of a remote's child process: the job file's keys and the identity seen before (P2:
@@ -63,6 +64,8 @@ def remote_settings(
         bytes_per_second=remote.bandwidth.at(time.time()),
         node=node,
         node_id=node_id,
+        state_dir=state_dir,
+        is_scrubbed=bool(remote.scrub_bytes_per_day),
     )
 
 

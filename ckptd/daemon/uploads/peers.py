@@ -66,6 +66,7 @@ class Peers:
         shared_lease: SharedDirLease | None = None,
         takeover_seconds: float = 3 * BEAT_SECONDS,
         on_other_places: Callable[[str, tuple[SeenNode, ...]], object] = lambda _remote, _seen: None,
+        damaged_commits: Callable[[str], tuple[str, ...]] = lambda _remote: (),
     ) -> None:
         self._state = state
         self._sessions = sessions
@@ -86,6 +87,8 @@ class Peers:
         self._asked_at: dict[str, float] = {}
         self._on_other_places = on_other_places
         """Told of daemons over other directories."""
+        self._damaged_commits = damaged_commits
+        """What this node tells the others of a remote."""
 
     # --- heartbeats ------------------------------------------------------------------------------------
 
@@ -97,8 +100,7 @@ class Peers:
             is_due = now_seconds - self._beat_at.get(name, -BEAT_SECONDS) >= self.beat_seconds
             if is_due and takes_beats(session):
                 self._beat_at[name] = now_seconds
-                heartbeat = self._heartbeat().model_copy(update={"job_id": session.settings.job_id})
-                self._send(name, session, heartbeat)
+                self._send(name, session, self._heartbeat_for(session))
             elif self._is_in_doubt and now_seconds - self._looked_at.get(name, 0.0) >= LOOK_SECONDS:
                 self._send(name, session, None)
 
@@ -106,9 +108,12 @@ class Peers:
         """The last heartbeat, where one can be written; no lease is asked for any more."""
         for session in self._sessions.values():
             if session.attached is not None and session.settings.job_id is not None and takes_beats(session):
-                last = {"job_id": session.settings.job_id, "ended": True}
-                heartbeat = self._heartbeat().model_copy(update=last)
+                heartbeat = self._heartbeat_for(session).model_copy(update={"ended": True})
                 session.send_heartbeat(m.Beat(heartbeat=heartbeat, node=session.settings.node))
+
+    def _heartbeat_for(self, session: RemoteSession) -> Heartbeat:
+        update = {"job_id": session.settings.job_id, "damaged": self._damaged_commits(session.name)}
+        return self._heartbeat().model_copy(update=update)
 
     def _send(self, name: str, session: RemoteSession, heartbeat: Heartbeat | None) -> None:
         asked_at = self._looked_at[name] = time.monotonic()
@@ -119,11 +124,11 @@ class Peers:
 
         def heard(answer: m.Answer) -> None:
             if isinstance(answer, m.Beats):
-                before, hosts = self.is_spread, self.hosts
+                before, hosts, damaged = self.is_spread, self.hosts, self.damaged
                 self._beats[name] = _Heard(nodes=answer.nodes, at_seconds=time.monotonic())
                 self._on_other_places(name, answer.sharers)
                 is_news = shared_lease is not None and shared_lease.heard(answer.lease, asked_at)
-                if is_news or self.is_spread != before or self.hosts != hosts:
+                if is_news or (before, hosts, damaged) != (self.is_spread, self.hosts, self.damaged):
                     self._wake()
             else:
                 log.debug("heartbeat on %s: %s", name, answer)
@@ -135,6 +140,21 @@ class Peers:
             takeover_seconds=shared_lease.takeover_seconds if shared_lease is not None else None,
         )
         session.send_heartbeat(beat, heard)
+
+    @property
+    def damaged(self) -> frozenset[tuple[str, str, str]]:
+        """(remote, tag, form) of what other nodes found damaged there."""
+        told = {
+            name: frozenset[str]().union(*(seen.damaged for seen in heard.nodes))
+            for name, heard in self._beats.items()
+        }
+        return frozenset(
+            (name, view.commit.tag, view.commit.form)
+            for name, digests in told.items()
+            if digests and (seen := self._sessions[name].observation) is not None
+            for view in seen.commits
+            if view.sha256 in digests
+        )
 
     @property
     def lease_status(self) -> LeaseStatus | None:

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from pydantic import Field, ValidationError
 
 from ckptd.base.identity import Model
+from ckptd.base.names import ROOT
 from ckptd.config.commands import command_for
 from ckptd.core.model.generation import order_of
+from ckptd.core.model.heartbeat import MOST_DAMAGED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState
 from ckptd.core.policy.view import HERE
 from ckptd.storage.remote import messages as m
@@ -41,6 +43,7 @@ AGAIN_SECONDS = 86400.0
 """No COMMIT is read twice in so short a time."""
 RECHECK_SECONDS = 30.0
 """Between looks at what is known to be bad: repaired, it is no problem any more."""
+_NOT_KEPT = "not repaired: this node keeps no copy of its documents"
 MOST_UNREAD = 64
 """Keys of one COMMIT that are remembered as unreadable; with more of them the reading of it ends there."""
 
@@ -110,15 +113,27 @@ class Scrubber:
             if sha in progress.tags
         )
 
+    def damaged_commits(self, remote: str) -> tuple[str, ...]:
+        """Return the digests of COMMITs of which something is damaged in a remote, for other nodes."""
+        return tuple(self._progress[remote].bad)[:MOST_DAMAGED] if remote in self._progress else ()
+
     def faults(self) -> list[Fault]:
         """Return what is known to be bad where a COMMIT says what it should be, oldest finding first."""
         return [
-            Fault(place=place, view=view, bad=copies)
+            Fault(place=place, view=view, bad=objects)
             for place, progress in self._progress.items()
             for sha, copies in progress.bad.items()
+            if (objects := tuple(copy for copy in copies if not _is_document(copy)))
             for _, view in self._views(place)
             if view.sha256 == sha
         ]
+
+    def take_repaired(self) -> list[tuple[str, list[str]]]:
+        """Return the documents that were written again since the last call, by remote."""
+        found = [(name, session.repaired) for name, session in self._sessions.items() if session.repaired]
+        for name, _ in found:
+            self._sessions[name].repaired = []
+        return found
 
     def note_repair(self, fault: Fault, text: str) -> None:
         """Note what came of a repair; what it repaired is read again at once."""
@@ -255,6 +270,7 @@ class Scrubber:
 
         def done(answer: m.Answer) -> None:
             if isinstance(answer, Scrubbed):
+                session.repaired += answer.repaired
                 self._scrubbed(place, view, order, answer)
             elif isinstance(answer, m.Failed) and answer.error != "SourceChanged":
                 log.warning("scrub of %s: %s", _named(place), answer.message)
@@ -308,7 +324,7 @@ class Scrubber:
         if rows:
             sha, copy = rows[0]
             text = f"{where}: {copy.key} is {copy.found}, committed was {copy.expected}{_more(rows)}"
-            repair = self._repairs.get((place, sha))
+            repair = _NOT_KEPT if _is_document(copy) else self._repairs.get((place, sha))
             step = command_for(self._config, "verify", progress.tags[sha], "--repair", "--read-data")
             self._state.problems.put(code, where, f"{text}; {repair}" if repair else text, step)
         else:
@@ -335,6 +351,10 @@ class Scrubber:
     def _keep(self, place: str, progress: ScrubProgress) -> None:
         self._progress[place] = progress
         self._state.journal.set_meta(f"scrub:{place}", progress.model_dump_json())
+
+
+def _is_document(copy: BadCopy) -> bool:
+    return copy.key.startswith(f"{ROOT}/commits/")
 
 
 def _is_free(session: RemoteSession) -> bool:

@@ -143,17 +143,16 @@ class RemoteSession:
         self.is_claimed = True  # this place may send there, for its run
         self.others: tuple[Place, ...] = ()  # who saves there instead
         self.observed_at_seconds = 0.0
+        self.repaired: list[str] = []  # documents that were written again, of which nobody was told yet
         self.is_current = False
         """Nothing that we know of changed the remote since its observation was asked for."""
         self.tag_views: dict[str, m.TagView] = {}
         self.transfer: int | None = None
         """The request under way that uploads or deletes: one at a time."""
-        self.uploading: str | None = None
-        """The form that it uploads."""
+        self.uploading: str | None = None  # the form that it uploads
         self.is_cancelled = False
         """The last transfer was cancelled for another upload."""
-        self.scrub: int | None = None
-        """A slow reading that is under way; anything else comes first."""
+        self.scrub: int | None = None  # a slow reading that is under way; anything else comes first
         self.heartbeat: int | None = None
         self._problems = problems
         self._post = post
@@ -460,6 +459,7 @@ class RemoteSession:
         self._is_asking = False
         is_late = self._asked_at_seconds < self._changed_at_seconds
         if isinstance(answer, m.Observation):
+            self.repaired += answer.repaired
             self._knows_what_child_said = self.is_current = not is_late
         if isinstance(answer, m.Observation | m.Unchanged) and is_late:
             self.observe()

@@ -8,6 +8,7 @@ tell which nodes are alive.
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -290,6 +291,7 @@ class FleetReader:
         newest = newest_step(rows, seen, open_rows)
         ended = ended_seconds_ago(rows)
         self._see_nodes(rows, ahead)
+        self._see_damage(seen)
         identity = self._inventory.observation.identity
         verdict: Verdict = "not-safe" if shown is None else "behind" if open_rows or ahead else "safe"
         alive = sum(map(is_alive, rows))
@@ -368,6 +370,19 @@ class FleetReader:
             names = ", ".join(fewest[:5])
             self._problems.append(
                 f"{names} has another configuration than the other nodes: nothing is deleted"
+            )
+
+    def _see_damage(self, seen: Sequence[SeenNode]) -> None:
+        """Say what daemons found damaged here."""
+        told = {digest: one.node for one in seen for digest in one.damaged}
+        views = [view for view in self._inventory.commits if view.sha256 in told]
+        if views:
+            commit, node = views[-1].commit, told[views[-1].sha256]
+            more = f" (and {len(views) - 1} more)" if len(views) > 1 else ""
+            url, tag = shlex.quote(self._inventory.url), shlex.quote(commit.tag)
+            self._problems.append(
+                f"{node} found {commit.tag} ({commit.form}) damaged here{more}: "
+                f"`ckptd verify {url} {tag} --read-data` says what is wrong"
             )
 
     # --- saves -----------------------------------------------------------------------------------------

@@ -237,7 +237,9 @@ def readable_copies(
     damaged: frozenset[tuple[str, str]],
     choice: Candidates,
 ) -> list[Copy]:
-    """Return every copy whose documents are as they should be; `choice` hears of the others."""
+    """Return every copy whose documents are as they should be, what a daemon found damaged last; `choice`
+    hears of the others.
+    """
     copies: list[Copy] = []
     for remote, view in views:
         if (remote.name, view.sha256) in damaged or remote.name in choice.lost:
@@ -250,7 +252,7 @@ def readable_copies(
             )
         except (RemoteError, NotPermitted, StorageError) as error:
             choice.lost[remote.name] = error
-    return copies
+    return sorted(copies, key=lambda copy: copy.view.sha256 in copy.remote.suspects)
 
 
 def _copy(remote: RemoteInventory, view: CommitView, nodes: Nodes, notes: list[str]) -> Copy:

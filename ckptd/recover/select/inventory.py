@@ -85,6 +85,8 @@ class RemoteInventory:
     observation: Observation
     commits: tuple[CommitView, ...]
     access: Access = _DEFAULT
+    suspects: frozenset[str] = frozenset()
+    """Digests of COMMITs that a daemon found damaged there: another copy is taken first."""
 
     def manifests(self, commit: Commit) -> tuple[NodeManifest, ...]:
         """Return the manifests of a COMMIT, digests checked.

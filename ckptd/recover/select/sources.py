@@ -8,7 +8,7 @@ is left out and the next one is asked.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from ckptd.recover.select.job import job_named, no_remote, owner_of, settings_to
 from ckptd.recover.select.steps import ConvertFrom, Fetch, MakeUniversal, RestoreExtras
 from ckptd.storage.child.client import attach_once
 from ckptd.storage.local.job_names import is_remote
+from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.stores.access import access_of
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class RemoteSources:
         failures: dict[str, CkptdError] = {}
         self.remotes = []
         for inventory in self.where.read(lambda _: None, failures):
-            self.remotes.append(inventory)
+            self.remotes.append(_with_suspects(inventory) if len(self.where.remotes) > 1 else inventory)
             for text in inventory.observation.damaged:
                 self.say(said_of(inventory.name, inventory.url, text))
         new = [name for name, error in failures.items() if knows_new and self.where.is_new(name, error)]
@@ -261,3 +262,11 @@ class RemoteSources:
             self.damaged |= {(s.copy.remote.name, s.copy.view.sha256) for s in fetched}
             return True
         return False
+
+
+def _with_suspects(inventory: RemoteInventory) -> RemoteInventory:
+    """Add what daemons said lately that they found damaged in a remote."""
+    with contextlib.suppress(CkptdError):
+        seen = Heartbeats(inventory.store).newest()
+        return replace(inventory, suspects=frozenset[str]().union(*(one.damaged for one in seen)))
+    return inventory

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
@@ -20,6 +21,7 @@ from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.early import delete_early, upload_early
 from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
+from ckptd.storage.remote.kept import KeptDocuments, audited, heal_commits, keep_documents
 from ckptd.storage.remote.messages import (
     Alive,
     Attach,
@@ -175,6 +177,9 @@ class Service:
     def _observe(self, attached: AttachedRemote, order: Observe) -> Observation | Unchanged:
         """Answer what the remote holds, or that it has not changed."""
         seen = observe(attached.store, attached.identity, self._documents)
+        if repaired := self._repaired(attached, seen):
+            seen = observe(attached.store, attached.identity, self._documents)
+            seen = seen.model_copy(update={"repaired": repaired})
         bare = seen.model_copy(update={"free_bytes": None})
         before, self._observed = self._observed, bare
         is_same = order.only_changed and bare == before
@@ -185,6 +190,16 @@ class Service:
             with suppress(CkptdError):  # of a remote that may only be read
                 point(attached.store, self._documents)
         return Unchanged(free_bytes=seen.free_bytes) if is_same else seen
+
+    def _repaired(self, attached: AttachedRemote, seen: Observation) -> tuple[str, ...]:
+        """Write documents again that rotted or are lost; before anybody takes them for another's, or gone."""
+        settings = self._settings
+        if settings is None or attached.kept is None:
+            return ()
+        # without scrub as well what is kept of COMMITs that were deleted is forgotten
+        is_dry = not settings.is_scrubbed
+        repaired = heal_commits(attached.kept, attached.store, seen, dry_run=is_dry)
+        return () if is_dry else audited(Path(settings.state_dir), settings.name, repaired)
 
     def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:
         def beat(run_id: str) -> None:
@@ -224,7 +239,11 @@ class Service:
     ) -> UploadResult:
         if order.supplement_to is not None:
             return supplement(attached, order, control)
-        return upload_form(attached, order, control, self._open_origin)
+        done = upload_form(attached, order, control, self._open_origin)
+        if done.outcome == "committed" and done.commit is not None and attached.kept is not None:
+            node = order.manifest.node
+            keep_documents(attached.kept, attached.store, [done.commit], attached.manifests, node)
+        return done
 
     def _attach(self, settings: RemoteSettings) -> Attached:
         """Prove the remote and remember it; the lock is held."""
@@ -239,8 +258,13 @@ class Service:
         found = attach(store, settings)
         self._tidy(store)
         self._settings = known(settings, found)
+        state_dir = settings.state_dir
         self._remote = AttachedRemote(
-            store=store, abilities=found.abilities, identity=found.identity, documents=self._documents
+            store=store,
+            abilities=found.abilities,
+            identity=found.identity,
+            documents=self._documents,
+            kept=KeptDocuments(Path(state_dir), found.identity.remote_id) if state_dir else None,
         )
         return found
 

@@ -111,6 +111,12 @@ def stem_of_key(key: str) -> Stem | None:
     return parse_stem(parts[2].removesuffix(".json")) if len(parts) > 2 else None
 
 
+def tag_of_key(key: str) -> str:
+    """Return the tag that the key of a COMMIT, SUPPLEMENT or manifest speaks of; "": of none."""
+    where = supplement_of(key) or stem_of_key(key)
+    return where[0] if where is not None else ""
+
+
 def read_identity(store: Store) -> RemoteIdentity | None:
     """`remote.json`, or None."""
     data = store.get(IDENTITY_KEY)

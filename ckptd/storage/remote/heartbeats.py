@@ -117,6 +117,11 @@ class Heartbeats:
         """Return every daemon's, read afresh, also of those that share a node name."""
         return self.others("", reads_all=True, now_seconds=now_seconds)
 
+    def newest(self) -> tuple[SeenNode, ...]:
+        """Return those written last, MOST_READ_AGAIN at most, ages from the newest one on."""
+        infos = sorted(self.listed(), key=lambda info: info.mtime_ns)
+        return self.others("", reads_all=True, infos=infos[-MOST_READ_AGAIN:])
+
     def of(self, node: str) -> SeenNode | None:
         """Return one node's, read afresh; None: there is none."""
         found = self.listed()

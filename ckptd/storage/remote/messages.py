@@ -64,6 +64,10 @@ class RemoteSettings(Model):
     bytes_per_second: int | None = None
     node: str
     node_id: str
+    state_dir: str = ""
+    """Where documents are kept and repairs are audited; "": of a command, nothing is."""
+    is_scrubbed: bool = False
+    """Documents that rotted or are lost are written again (docs/adr/0221)."""
     asks_who_lives: bool = False
     """Attaching tells who writes there now, whatever is known of it (`ckptd check`)."""
 
@@ -169,6 +173,8 @@ class Observation(Model):
     free_bytes: int | None = None
     rows: tuple[Row, ...] = ()
     """Rows of the runs that were saved there (core/model/runs.py)."""
+    repaired: tuple[str, ...] = ()
+    """Keys of documents that were written again just before."""
 
 
 class Unchanged(Model):
@@ -517,6 +523,8 @@ class Scrubbed(Model):
     bad: tuple[BadCopy, ...] = ()
     unread: tuple[str, ...] = ()
     """Keys that rights or I/O kept from being read: what was known of them stays known."""
+    repaired: tuple[str, ...] = ()
+    """Keys of documents that were written again."""
     is_gone: bool = False
     """The COMMIT does not count any more; nothing is said of its objects."""
 

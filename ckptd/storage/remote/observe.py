@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import NodeManifest
     from ckptd.core.model.runs import Row
     from ckptd.storage.remote.documents import Documents, Stem
+    from ckptd.storage.remote.kept import KeptDocuments
     from ckptd.storage.stores.base import Abilities, ObjectInfo, Store
 
 
@@ -456,3 +457,5 @@ class AttachedRemote:
     manifests: ManifestCache = field(default_factory=ManifestCache)
     """Manifests read before; they never change."""
     documents: DocumentCache = field(default_factory=DocumentCache)
+    kept: KeptDocuments | None = None
+    """None: this process keeps none."""

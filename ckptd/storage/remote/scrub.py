@@ -10,19 +10,29 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ckptd.base import files
 from ckptd.core.model.generation import files_here, objects_of
-from ckptd.errors import DamagedError, NotPermitted, RefusedError, SourceUnreadable, StorageError
+from ckptd.core.model.manifest import side_key, stem
+from ckptd.errors import (
+    CkptdError,
+    DamagedError,
+    NotPermitted,
+    RefusedError,
+    SourceUnreadable,
+    StorageError,
+)
 from ckptd.storage.remote.documents import (
     manifests_of_commit,
     read_commit,
     read_supplements,
-    stem_of,
     stem_of_key,
 )
+from ckptd.storage.remote.kept import audited, heal_documents, is_proven, keep_documents
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import confirm, still_ours
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -35,6 +45,8 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.layouts import Role
     from ckptd.core.model.manifest import ManifestFile, NodeManifest
+    from ckptd.storage.remote.documents import Stem
+    from ckptd.storage.remote.kept import KeptDocuments
     from ckptd.storage.remote.messages import CommitView, RemoteSettings
     from ckptd.storage.remote.observe import AttachedRemote
     from ckptd.storage.stores.base import Store
@@ -75,34 +87,80 @@ def scrub(
     store = attached.store
     still_ours(store, attached.identity)
     where = stem_of_key(order.commit_key)
-    view = read_commit(store, where) if where is not None else None
-    if view is None or view.sha256 != order.commit_sha256:
+    if where is None:
         return Scrubbed(is_gone=True)
+    repaired: tuple[str, ...] = ()
+    read = _documents(attached, order, where)
+    if order.place == "remote" and attached.kept is not None and settings is not None:
+        if isinstance(read, Scrubbed) and not read.unread:
+            repaired = _repaired(attached.kept, store, where, settings)
+            read = _documents(attached, order, where)  # a second time, whether or not it was repaired
+        elif isinstance(read, _Documents) and not order.after:
+            keep_documents(attached.kept, store, read.commits, attached.manifests, settings.node)
+    found = read if isinstance(read, Scrubbed) else _files(attached, read, order, pacer, check, settings)
+    return found.model_copy(update={"repaired": repaired})
+
+
+@dataclass(frozen=True, slots=True)
+class _Documents:
+    """A COMMIT, then its SUPPLEMENTs, and the manifests of all of them."""
+
+    commits: list[CommitView]
+    manifests: list[NodeManifest]
+
+
+def _documents(attached: AttachedRemote, order: Scrub, where: Stem) -> _Documents | Scrubbed:
+    """Read what an order is about, or answer why nothing can be compared."""
+    store, key = attached.store, order.commit_key
     try:
-        manifests = _manifests(store, view)
+        view = read_commit(store, where)
+        if view is None:
+            return Scrubbed(is_gone=True)
+        if view.sha256 == order.commit_sha256:
+            commits = [view, *read_supplements(store, where)]
+            known = [one for commit in commits for one in manifests_of_commit(store, commit.commit)]
+            return _Documents(commits, [one.manifest for one in known])
+        if is_proven(store, view.commit):
+            return Scrubbed(is_gone=True)
+        why = f"SHA-256 {view.sha256}"
     except (DamagedError, RefusedError, NotPermitted, StorageError) as error:
         if order.place == "here":
             # nobody knows what the files here should be: what was bad stays bad
             return Scrubbed(unread=order.only)
         if isinstance(error, NotPermitted | StorageError):
-            return Scrubbed(unread=(view.key,))
-        bad = BadCopy(key=view.key, expected="its manifests", found=error.message)
-        return _answer(attached, view, Scrubbed(bad=(bad,)))
+            return Scrubbed(unread=(key,))
+        why = error.message
+    if order.place == "here" or store.stat(side_key("retired", stem(*where))) is not None:
+        return Scrubbed(is_gone=True)
+    expected = f"SHA-256 {order.commit_sha256}, and its manifests"
+    return Scrubbed(bad=(BadCopy(key=key, expected=expected, found=why),))
+
+
+def _repaired(kept: KeptDocuments, store: Store, where: Stem, settings: RemoteSettings) -> tuple[str, ...]:
+    """Write again what is kept of the documents; without that the COMMIT is named as it was found."""
+    with contextlib.suppress(CkptdError):
+        return audited(Path(settings.state_dir), settings.name, heal_documents(kept, store, where))
+    return ()
+
+
+def _files(
+    attached: AttachedRemote,
+    read: _Documents,
+    order: Scrub,
+    pacer: RateLimiter,
+    check: Callable[[], None],
+    settings: RemoteSettings | None,
+) -> Scrubbed:
+    view, manifests = read.commits[0], read.manifests
     if order.place == "remote":
-        return _answer(
-            attached, view, _compare_all(_Objects(store), objects_of(manifests), order, pacer, check)
-        )
+        place = _Objects(attached.store)
+        return _answer(attached, view, _compare_all(place, objects_of(manifests), order, pacer, check))
     assert settings is not None
     with _folder(settings, view, manifests) as folder:
         if folder is None:
             return Scrubbed()
         slow = RateLimiter(HERE_BYTES_PER_SECOND)
         return _answer(attached, view, _compare_all(folder, folder.listed, order, slow, check))
-
-
-def _manifests(store: Store, view: CommitView) -> list[NodeManifest]:
-    commits = [view, *read_supplements(store, stem_of(view.commit))]
-    return [known.manifest for one in commits for known in manifests_of_commit(store, one.commit)]
 
 
 def _answer(attached: AttachedRemote, view: CommitView, found: Scrubbed) -> Scrubbed:

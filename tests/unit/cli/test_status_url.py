@@ -13,7 +13,7 @@ import pytest
 
 from ckptd.core.model.heartbeat import Heartbeat, NewestSave, SafeSave, heartbeat_key
 from ckptd.core.model.layouts import Grid
-from ckptd.core.model.manifest import to_bytes
+from ckptd.core.model.manifest import sha256_of, to_bytes
 from ckptd.maintenance.status.fleet import FleetReader, FleetStatus
 from ckptd.recover.select.inventory import read_remote_inventory
 from ckptd.storage.stores.directory import DirectoryStore
@@ -380,6 +380,15 @@ def test_a_node_that_was_replaced_is_missed_until_the_next_commit(nas: Path) -> 
     put(nas, beat(3).model_copy(update={"node": "spare", "node_id": "id-spare"}))
     found = document(nas)
     assert (found["nodes_alive"], found["nodes_expected"]) == (4, 5)
+
+
+def test_what_a_node_found_damaged_is_named(nas: Path) -> None:
+    (commit,) = (nas / "_ckptd" / "commits").iterdir()
+    put(nas, beat(2).model_copy(update={"damaged": (sha256_of(commit.read_bytes()), "f" * 64)}))
+    (text,) = looked(nas).problems
+    assert text.startswith("n2 found global_step5 (zero) damaged here: `ckptd verify ")
+    put(nas, beat(2))
+    assert looked(nas).problems == ()
 
 
 def test_another_configuration_is_named(nas: Path) -> None:

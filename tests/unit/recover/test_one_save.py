@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.config.schema import RemoteConfig
+from ckptd.core.model.heartbeat import Heartbeat, heartbeat_key
+from ckptd.core.model.manifest import sha256_of, to_bytes
 from ckptd.errors import DamagedError, NotFoundError, RefusedError, RemoteError
 from ckptd.recover.plan import RecoveryOptions
 from ckptd.recover.resume import Resume
@@ -111,6 +113,31 @@ def test_another_copy_of_the_same_save_will_do(job: Job) -> None:
     done = job.resume(1)
     assert (done.path.name, done.plan.fetches[0].copy.remote.name) == (NEW, "far")
     assert "another copy of it is looked for" in "\n".join(job.said)
+
+
+def test_a_copy_that_a_daemon_found_damaged_is_taken_last(job: Job) -> None:
+    """By its heartbeat, before a byte is read; where there is no other, it is tried all the same."""
+    shutil.rmtree(job.far)
+    shutil.copytree(job.near, job.far)
+    commit = job.near / "_ckptd" / "commits" / f"{NEW}~g1~zero.json"
+    document = Heartbeat(
+        job_id="",
+        job="run",
+        node="n7",
+        node_id="i",
+        config_digest="c",
+        ckptd_version="1",
+        as_of="2020-01-01T00:00:00Z",
+        state="ok",
+        damaged=(sha256_of(commit.read_bytes()),),
+    )
+    (job.near / "_ckptd" / "heartbeats").mkdir(exist_ok=True)
+    (job.near / heartbeat_key("n7")).write_bytes(to_bytes(document))
+    for name in ("far", "near"):
+        done = job.resume(1)
+        assert (done.path.name, done.plan.fetches[0].copy.remote.name) == (NEW, name)
+        shutil.rmtree(job.node(1).save_dir)
+        shutil.rmtree(job.far / "_ckptd" / "commits", ignore_errors=True)
 
 
 def test_a_manifest_that_cannot_be_believed(job: Job) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptd.core.model.records import UNIVERSAL, ZERO
@@ -26,6 +26,7 @@ from ckptd.core.policy.capacity import (
 )
 from ckptd.core.policy.retention import Ephemeral, RetentionPolicy, Tier
 from ckptd.core.policy.view import Disk
+from ckptd.daemon.health.capacity import _CURES
 from tests.support.core_views import job_view, resized, save_view, sealed
 
 EVERY = 600.0
@@ -135,14 +136,15 @@ def disks(draw: Any) -> Lived:
 
 
 @given(disks())
+@example(Lived(room=9 * SIZE, limit=1, link=SIZE / EVERY * 0.83, every_steps=30, within=3100.0, flight=200.0))
 @settings(max_examples=150, deadline=None)
 def test_what_is_foretold_is_what_is_lived(disk: Lived) -> None:
     """Never silent from three saves before the disk is full, and no alarm where it does not fill.
 
     Within a save of the truth, or of what a link of one in a hundred more or less makes of it; within three
-    where a slow link decides which saves keep_every_steps or keep_within will find.
+    where a slow link decides which saves keep_every_steps or keep_within will find, four with both.
     """
-    margin = 3 if disk.every_steps or disk.within else 1
+    margin = 1 + 2 * bool(disk.every_steps or disk.within) + bool(disk.every_steps and disk.within)
     if disk.limit is None and disk.trainer is None:
         disk.every_steps = disk.within = None
     if disk.limit is not None:
@@ -157,6 +159,12 @@ def test_what_is_foretold_is_what_is_lived(disk: Lived) -> None:
             assert min(near) - margin <= foretold <= max(near) + margin, (disk, number, near, told)
         elif min(near) == 60:
             assert told.full_in_saves is None or told.full_in_saves > 3, (disk, number, told)
+
+
+def test_every_retention_key_can_be_what_fills_a_disk() -> None:
+    """And a person is told what to change."""
+    assert set(capacity._KEYS) == set(RetentionPolicy.model_fields) - {"save_total_limit"}
+    assert set(capacity._KEYS) == set(_CURES)
 
 
 def run(count: int) -> list[Saved]:

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ckptd.config.schema import RemoteConfig
+from ckptd.core.model.heartbeat import Heartbeat
 from ckptd.core.policy.actions import Plan
 from ckptd.daemon.state.local_saves import RunningConversion
 from ckptd.daemon.state.state import JobState
 from ckptd.daemon.uploads import scrub as scrubbing
+from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import StorageError
@@ -89,9 +91,8 @@ def test_what_it_finds(scene: RepairScene, how: str) -> None:
     done = scrub(ground(scene), order, RateLimiter(), nothing, None)
     assert done.is_gone is (how == "retired")
     assert [copy.key for copy in done.bad] == ([] if how == "retired" else [key])
-    assert scrub(
-        ground(scene), order.model_copy(update={"commit_sha256": "other"}), RateLimiter(), nothing, None
-    ).is_gone
+    other = order.model_copy(update={"commit_sha256": "other"})
+    assert scrub(ground(scene), other, RateLimiter(), nothing, None).is_gone is (how != "manifest")
 
 
 def test_it_stops_between_two_steps(scene: RepairScene) -> None:
@@ -109,6 +110,7 @@ class Thread:
 
     scene: RepairScene
     state: JobState
+    node: str = "n0"
     calls: queue.SimpleQueue[Callable[[], None]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class Thread:
             job="run",
             save_dir=str(self.scene.save_dir),
             same_filesystem=True,
-            node="n0",
+            node=self.node,
             node_id="i",
         )
         self.session = RemoteSession(
@@ -199,6 +201,67 @@ def test_rot_is_a_problem_until_it_is_repaired(thread: Thread) -> None:
     for _ in range(5):
         thread.scrubber.turn()
     assert thread.session.scrub is None
+
+
+def heard(one: Thread) -> Peers:
+    """After its node beat and listened."""
+
+    def heartbeat() -> Heartbeat:
+        return Heartbeat(
+            job_id="",
+            job="run",
+            node=one.node,
+            node_id="i",
+            config_digest="c",
+            ckptd_version="1",
+            as_of="2020-01-01T00:00:00Z",
+            state="ok",
+        )
+
+    sessions = {"nas": one.session}
+    told = one.scrubber.damaged_commits
+    peers = Peers(one.state, sessions, heartbeat, "c", {}, lambda: None, damaged_commits=told)
+    one.until(lambda: one.session.observation is not None)
+    peers.turn(time.monotonic())
+    one.until(lambda: one.session.heartbeat is None)
+    return peers
+
+
+def test_what_one_node_found_damaged_another_does_not_count(thread: Thread) -> None:
+    """Its heartbeat tells it, until it is right again."""
+    shard = thread.scene.shard(1, root=thread.scene.nas)
+    good = shard.read_bytes()
+    thread.scene.flip(shard)
+    thread.until(lambda: thread.damaged_tags)
+    other = Thread(thread.scene, job_state(Journal(thread.scene.state / "other.db")), node="n1")
+    assert heard(thread).damaged == frozenset()
+    assert heard(other).damaged == {("nas", TAG, "zero")}
+    shard.write_bytes(good)
+    thread.until(lambda: not thread.damaged_tags)
+    heard(thread)
+    other.session.close()
+    again = Thread(thread.scene, other.state, node="n1")
+    assert heard(again).damaged == frozenset()
+    again.session.close()
+    again.state.journal.close()
+
+
+def test_a_rotten_commit_is_named_and_holds_up_no_other(thread: Thread) -> None:
+    """Rot below the remote's file system changes no time, so that no listing shows it: the scrub reads the
+    COMMIT itself, and goes on with the next."""
+    commit = thread.scene.nas / "_ckptd" / "commits" / f"{TAG}~g1~zero.json"
+    good = commit.read_bytes()
+    thread.until(lambda: thread.session.observation is not None)
+    thread.scene.flip(commit, good.index(b'"branch":') + 3)
+    thread.until(lambda: thread.proven == 2 and thread.problems)
+    assert thread.damaged_tags == {TAG}
+    (text,) = thread.problems
+    assert text.startswith(f"remote-object-damaged: nas: _ckptd/commits/{TAG}~g1~zero.json is ")
+    assert "; not repaired: this node keeps no copy of its documents; " in text
+    assert thread.scrubber.faults() == []
+    thread.scene.flip(commit, good.index(b'"branch":') + 3)
+    thread.until(lambda: not thread.problems)
+    assert thread.damaged_tags == frozenset()
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
