@@ -280,7 +280,8 @@ class World:
             costs = [child_bytes(remote.url, remote.client) for remote in self.config.remotes]
             self.limits = HostLimits(DaemonConfig(), self._sessions, lambda: 0, remotes=lambda: [costs])
             if self.starts == 0 and self.config.existing != "all":
-                self.judge.protected = {save.number for save in self.trainer.saves}
+                # a folder without a file is no checkpoint yet
+                self.judge.protected = {s.number for s in self.trainer.saves if s.is_finished or s.written}
             has_journal = self._has_journal()
             if not has_journal:
                 self.judge.lost_journal()
