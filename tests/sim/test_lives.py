@@ -110,10 +110,12 @@ QUICK = (
     "no folder is flushed",
     "sealed without a flush",
 )
+RARE = {"deletions are not limited"}
+"""No life draws what it takes; a script does, in every run (tests/sim/test_decisions.py)."""
 MOST_LIVES = 2000 if FULL else 150
 
 
-@pytest.mark.parametrize("defect", PATCHES if FULL else QUICK)
+@pytest.mark.parametrize("defect", sorted(PATCHES.keys() - RARE) if FULL else QUICK)
 def test_a_guard_taken_out_is_noticed(defect: str) -> None:
     """Two of them in every run, all with CKPTD_FULL=1; the first life that notices is enough."""
     with seeded(defect):
