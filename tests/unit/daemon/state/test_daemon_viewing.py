@@ -221,7 +221,9 @@ def _planned(
         sessions={house.link.name: house.link},
         known_saves=SimpleNamespace(pins=frozenset(pins)),
         deletion_rights=SimpleNamespace(are_held=rights),
-        peers=SimpleNamespace(differing=lambda: differing, lease_status=None, is_spread=True),
+        peers=SimpleNamespace(
+            differing=lambda: differing, lease_status=None, is_spread=True, damaged=frozenset()
+        ),
         state=house.state,
         control=SimpleNamespace(pause=None, drain=None, removal=None, plan=None, may_act=True),
         executor=SimpleNamespace(
