@@ -74,7 +74,7 @@ class Heartbeat(Document):
 MOST_DAMAGED = 64
 """COMMITs that one tells of."""
 DAMAGED_SECONDS = 86400.0
-"""What a node that fell silent, or ended, said of damage counts for so long."""
+"""Limit how long damage counts that a node told of before it fell silent or ended."""
 
 
 class SeenNode(Model):

@@ -88,7 +88,7 @@ class Peers:
         self._on_other_places = on_other_places
         """Told of daemons over other directories."""
         self._damaged_commits = damaged_commits
-        """What this node tells the others of a remote."""
+        """Return the COMMITs of a remote that this node tells the others are damaged."""
 
     # --- heartbeats ------------------------------------------------------------------------------------
 

@@ -46,10 +46,10 @@ log = logging.getLogger("ckptd.kept")
 
 _FOLDER = "documents"
 _DIGITS = 8
-"""Of a COMMIT's digest in the name of what is kept of it: names of 255 bytes have room for no more."""
+"""Count of hex digits of a COMMIT's digest in a file's name: names of 255 bytes have room for no more."""
 _LIMIT_BYTES = 1 << 30
 SOURCE = "what this node kept"
-"""Where the bytes of a repaired document come from, in words."""
+"""Words that name the source of a repaired document."""
 
 
 class KeptDocument(Model):
@@ -66,7 +66,7 @@ class KeptDocument(Model):
 
 
 class _Kept(Model):
-    """What is kept of one COMMIT, in the order in which it would be written again."""
+    """The documents of one COMMIT, in the order in which they would be written again."""
 
     documents: tuple[KeptDocument, ...]
 

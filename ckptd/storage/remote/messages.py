@@ -65,7 +65,7 @@ class RemoteSettings(Model):
     node: str
     node_id: str
     state_dir: str = ""
-    """Where documents are kept and repairs are audited; "": of a command, nothing is."""
+    """Folder that keeps documents and the audit of repairs; "": a command, which keeps neither."""
     is_scrubbed: bool = False
     """Documents that rotted or are lost are written again (docs/adr/0221)."""
     asks_who_lives: bool = False
