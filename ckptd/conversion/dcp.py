@@ -79,9 +79,9 @@ class DcpLayout:
         self.save = save
         self.max_shard_bytes = max_shard_bytes
         self.block = block
-        self.cell = save.cells[0][0]
+        self.model_rank = save.model_ranks[0][0]
         self.contents = contents(save)
-        trained = [name for group in self.cell.shapes for name in group]
+        trained = [name for group in self.model_rank.shapes for name in group]
         self.strip = all(n.startswith(PREFIX) for n in (*trained, *self.contents.tensors))
         names = {self._short(n) for n in (*trained, *self.contents.tensors, *self.contents.aliases)}
         heads = tuple(f"{name}." for name in (MODEL, OPTIMIZER))
@@ -196,7 +196,7 @@ class DcpLayout:
         """Yield the groups' settings, by group and (for a flattened optimizer) by parameter."""
         source = self.save.rank0_optim.source.index
         members: list[list[str]] = [[] for _ in self.groups]
-        for shapes in self.cell.shapes:
+        for shapes in self.model_rank.shapes:
             for name in shapes:
                 members[self.group_numbers[name]].append(self._short(name))
         for number, (group, names) in enumerate(zip(self.groups, members, strict=True)):
@@ -239,14 +239,16 @@ class DcpLayout:
         """Return the number of each parameter's group; stage 3 divides groups, and numbers the pieces."""
         raw = self._raw_groups()
         numbers = {piece: g for g, group in enumerate(raw) for piece in _integers(group.get("params"))}
-        if any(piece not in numbers for piece in range(len(self.cell.shapes))):
-            if len(raw) not in (1, len(self.cell.shapes)):
+        if any(piece not in numbers for piece in range(len(self.model_rank.shapes))):
+            if len(raw) not in (1, len(self.model_rank.shapes)):
                 path = self.save.rank0_optim.source.path
                 raise RefusedError(
                     f"{path} does not say which parameters are in which of its {len(raw)} groups"
                 )
-            numbers = {piece: min(piece, len(raw) - 1) for piece in range(len(self.cell.shapes))}
-        return {name: numbers[piece] for piece, shapes in enumerate(self.cell.shapes) for name in shapes}
+            numbers = {piece: min(piece, len(raw) - 1) for piece in range(len(self.model_rank.shapes))}
+        return {
+            name: numbers[piece] for piece, shapes in enumerate(self.model_rank.shapes) for name in shapes
+        }
 
     def _short(self, name: str) -> str:
         return name.removeprefix(PREFIX) if self.strip else name

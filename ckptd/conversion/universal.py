@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ckptd.conversion.archives import Ranges
     from ckptd.formats.zero.patterns import JoinedParameter
-    from ckptd.formats.zero.save import Cell, Save
+    from ckptd.formats.zero.save import ModelRank, Save
     from ckptd.formats.zero.shards import OpenedShard, Parameter
 
 FP32_COPIES_SINCE = (0, 19, 8)
@@ -71,9 +71,9 @@ class UniversalLayout:
 
     def outputs(self) -> Iterator[Output]:
         """All files, state by state in source order, so that a cold source is read forwards."""
-        for cell in (cell for row in self.save.cells for cell in row):
-            for parameter in (name for group in cell.shapes for name in group):
-                refuse_folder_name(parameter, cell.model.source.path)
+        for model_rank in (model_rank for row in self.save.model_ranks for model_rank in row):
+            for parameter in (name for group in model_rank.shapes for name in group):
+                refuse_folder_name(parameter, model_rank.model.source.path)
         names = self.save.state_names
         for name in (*names[1:], names[0]):
             for ranks in self.save.parameters(name):
@@ -130,7 +130,7 @@ class UniversalLayout:
             value["group_paddings"] = [0] * len(value["group_paddings"])
         if self.superset:
             value["ds_version"] = inner.get("ds_version") or self.save.ds_version
-            numbers = numbers_of(states_of(base), self.save.cells[0][0].shards[0])
+            numbers = numbers_of(states_of(base), self.save.model_ranks[0][0].shards[0])
             value["optimizer_state_dict"] = {"state": {0: numbers}, "param_groups": groups}
         return self._file("zero/optimizer_state.pt", value, ranges_in(self.save.rank0_optim.source.index))
 
@@ -140,8 +140,8 @@ class UniversalLayout:
         Without ZeRO the optimizer lies in them too, and is left out.
         """
         if self.save.stage == 0:
-            for cell in self.save.cells[0]:
-                yield self._without_optimizer(cell)
+            for model_rank in self.save.model_ranks[0]:
+                yield self._without_optimizer(model_rank)
         for source in self.save.model_sources if self.save.stage > 0 else ():
             size = self.save.reads[source.index].size_bytes
             yield OutputFile(source.path, (Range(source.index, 0, size),))
@@ -151,11 +151,11 @@ class UniversalLayout:
                 other = mm if self.save.stage >= 3 else f"zero_pp_rank_0_{mm}"
                 yield OutputLink(other, model.source.path)
 
-    def _without_optimizer(self, cell: Cell) -> OutputFile:
+    def _without_optimizer(self, model_rank: ModelRank) -> OutputFile:
         """Model states of stage 0 as those of stage 1 are; whole where the trainer's own state is no data."""
-        source = cell.model.source
-        shapes = [{name: Size(shape) for name, shape in group.items()} for group in cell.shapes]
-        value = {**cell.model.root, "optimizer": None, "param_shapes": shapes}
+        source = model_rank.model.source
+        shapes = [{name: Size(shape) for name, shape in group.items()} for group in model_rank.shapes]
+        value = {**model_rank.model.root, "optimizer": None, "param_shapes": shapes}
         try:
             return self._file(source.path, value, ranges_in(source.index))
         except RefusedError:

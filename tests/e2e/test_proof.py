@@ -58,20 +58,23 @@ class Scene:
     def bytes_planned(self) -> Bytes:
         """What the planner's addresses give each parameter, unproved."""
         found: Bytes = {}
-        for cell in (cell for row in self.save.cells for cell in row):
-            for one in stage12.parameters(cell.shards, cell.shapes, None, self.save.experts):
+        for model_rank in (model_rank for row in self.save.model_ranks for model_rank in row):
+            for one in stage12.parameters(model_rank.shards, model_rank.shapes, None, self.save.experts):
                 for state in one.states:
                     pieces = (os.pread(self.sources[p.source], p.nbytes, p.offset) for p in state.pieces)
-                    found[one.name, cell.pp, cell.tp, state.name] = b"".join(pieces)
+                    found[one.name, model_rank.pp, model_rank.tp, state.name] = b"".join(pieces)
         return found
 
     def copied(self) -> Scene:
         """The same scene, whose addresses can be changed."""
-        cells = [
-            [replace(cell, shards=[_copied(shard) for shard in cell.shards]) for cell in row]
-            for row in self.save.cells
+        model_ranks = [
+            [
+                replace(model_rank, shards=[_copied(shard) for shard in model_rank.shards])
+                for model_rank in row
+            ]
+            for row in self.save.model_ranks
         ]
-        return replace(self, save=replace(self.save, cells=cells))
+        return replace(self, save=replace(self.save, model_ranks=model_ranks))
 
     def prove(self) -> int:
         """Plan and compare as a conversion does; the elements that were compared."""
@@ -112,8 +115,8 @@ Fault = Callable[[Save, random.Random], str | None]
 
 
 def _mapping(save: Save, rng: random.Random) -> list[tuple[str, int, int]]:
-    cell = rng.choice(rng.choice(save.cells))
-    return rng.choice(rng.choice(cell.shards).groups).mapping
+    model_rank = rng.choice(rng.choice(save.model_ranks))
+    return rng.choice(rng.choice(model_rank.shards).groups).mapping
 
 
 def swapped(save: Save, rng: random.Random) -> str | None:
@@ -141,20 +144,20 @@ def shifted(save: Save, rng: random.Random) -> str | None:
 
 def reordered(save: Save, rng: random.Random) -> str | None:
     """Two ranks change places."""
-    cell = rng.choice(rng.choice(save.cells))
-    if len(cell.shards) < 2:
+    model_rank = rng.choice(rng.choice(save.model_ranks))
+    if len(model_rank.shards) < 2:
         return None
-    i, j = rng.sample(range(len(cell.shards)), 2)
-    cell.shards[i], cell.shards[j] = cell.shards[j], cell.shards[i]
+    i, j = rng.sample(range(len(model_rank.shards)), 2)
+    model_rank.shards[i], model_rank.shards[j] = model_rank.shards[j], model_rank.shards[i]
     return "other rank order"
 
 
 def borrowed(save: Save, rng: random.Random) -> str | None:
     """A rank's buffer of masters is that of another rank."""
-    cell = rng.choice(rng.choice(save.cells))
-    if len(cell.shards) < 2:
+    model_rank = rng.choice(rng.choice(save.model_ranks))
+    if len(model_rank.shards) < 2:
         return None
-    one, other = rng.sample(cell.shards, 2)
+    one, other = rng.sample(model_rank.shards, 2)
     g = rng.randrange(len(one.groups))
     one.groups[g].states = {**one.groups[g].states, "fp32": other.groups[g].states["fp32"]}
     return "masters of another rank"
@@ -188,8 +191,8 @@ def stale_moments(scene: Scene, rng: random.Random, monkeypatch: pytest.MonkeyPa
     address = stage12.parameters
     every = [
         one
-        for cell in (cell for row in scene.save.cells for cell in row)
-        for one in address(cell.shards, cell.shapes, None, scene.save.experts)
+        for model_rank in (model_rank for row in scene.save.model_ranks for model_rank in row)
+        for one in address(model_rank.shards, model_rank.shapes, None, scene.save.experts)
     ]
     victim, seed = rng.choice([p for p in every if len(p.states) > 1 and p.numel]).name, rng.random()
 

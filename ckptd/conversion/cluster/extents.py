@@ -81,7 +81,7 @@ def _cut(begin: int, end: int, borders: list[int], size: int) -> Iterator[tuple[
         at = to
 
 
-class Place(Protocol):
+class SourcePlace(Protocol):
     """Read sources where they are stored."""
 
     local_bytes: int
@@ -158,7 +158,7 @@ class Extents(Ranges):
 
     def __init__(
         self,
-        place: Place,
+        place: SourcePlace,
         sources: Mapping[int, TaskSource],
         spans: Spans,
         *,
@@ -365,7 +365,7 @@ class LocalShards:
 class LocalPlace:
     """Sources on this worker's disk where they are proven, else of `other`; for one task."""
 
-    def __init__(self, shelf: LocalShards, other: Place, check_stop: Callable[[], None]) -> None:
+    def __init__(self, shelf: LocalShards, other: SourcePlace, check_stop: Callable[[], None]) -> None:
         self._shelf = shelf
         self._other = other
         self._check_stop = check_stop
@@ -374,7 +374,7 @@ class LocalPlace:
         self.local_bytes = 0
 
     def fetch(self, source: TaskSource, offset: int, nbytes: int) -> bytes:
-        """Return those bytes from the local disk, else from the other place; raises as `Place.fetch`."""
+        """Return those bytes from the local disk, else from the others; raises as `SourcePlace.fetch`."""
         data = self._own(source, offset, nbytes)
         if data is None:
             return self._other.fetch(source, offset, nbytes)

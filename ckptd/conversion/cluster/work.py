@@ -55,7 +55,7 @@ from ckptd.storage.stores.s3.store import S3Store
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.conversion.cluster.extents import Place
+    from ckptd.conversion.cluster.extents import SourcePlace
     from ckptd.conversion.cluster.messages import TaskSource
     from ckptd.conversion.parts import Range
     from ckptd.storage.stores.base import Store
@@ -315,7 +315,7 @@ class _Work:
             for part in parts_of(line):
                 yield from ranges_of(part)
 
-    def _place(self, store: Store | None, stack: ExitStack) -> Place:
+    def _place(self, store: Store | None, stack: ExitStack) -> SourcePlace:
         if store is not None:
             held = LocalPlace(_shelf(), StorePlace(store), self.check_stop)
             stack.callback(held.close)

@@ -284,7 +284,9 @@ class DecisionPublisher:
         )
 
     def _order(self, session: RemoteSession, published: _Published) -> None:
-        session.request(m.Record(decision=published.left[0]), partial(self._recorded, session, published))
+        session.request(
+            m.RecordDecision(decision=published.left[0]), partial(self._recorded, session, published)
+        )
 
     def _recorded(self, session: RemoteSession, published: _Published, answer: m.Answer) -> None:
         word = published.left.pop(0)

@@ -19,7 +19,7 @@ from ckptd.formats.zero.facts import as_dict, numel
 from ckptd.formats.zero.shards import Parameter, Piece, StateRanges
 
 if TYPE_CHECKING:
-    from ckptd.formats.zero.save import Cell, Save
+    from ckptd.formats.zero.save import ModelRank, Save
 
 MAX_RUNS = 1 << 16
 """Pieces that a tensor with gaps between its rows may fall into."""
@@ -58,14 +58,20 @@ def contents(save: Save) -> Contents:
         RefusedError, DamagedError: tensor ranks or layers that contradict each other, or are missing.
     """
     found = Contents()
-    trained = {n: s for row in save.cells for cell in row for group in cell.shapes for n, s in group.items()}
+    trained = {
+        n: s
+        for row in save.model_ranks
+        for model_rank in row
+        for group in model_rank.shapes
+        for n, s in group.items()
+    }
     for model in save.models:
         names = model.root.get("buffer_names")
         found.buffers.update(n for n in names if isinstance(n, str)) if isinstance(names, list) else None
     if any(isinstance(model.root.get("module"), dict) for model in save.models):
-        for row in save.cells:
-            for cell in row:
-                _Module(save, cell, trained, found).read()
+        for row in save.model_ranks:
+            for model_rank in row:
+                _Module(save, model_rank, trained, found).read()
     else:
         _read_layers(save, trained, found)
     _read_experts(save, trained, found)
@@ -91,9 +97,11 @@ def _lacks_base(trained: dict[str, tuple[int, ...]], found: Contents) -> bool:
 class _Module:
     """The state dictionary of one model-parallel rank."""
 
-    def __init__(self, save: Save, cell: Cell, trained: dict[str, tuple[int, ...]], found: Contents) -> None:
-        self.cell, self.trained, self.found = cell, trained, found
-        root = cell.model.root
+    def __init__(
+        self, save: Save, model_rank: ModelRank, trained: dict[str, tuple[int, ...]], found: Contents
+    ) -> None:
+        self.model_rank, self.trained, self.found = model_rank, trained, found
+        root = model_rank.model.root
         self.partitioned = save.stage >= 3
         self.module = as_dict(root.get("module"))
         self.shared = {k: v for k, v in as_dict(root.get("shared_params")).items() if isinstance(v, str)}
@@ -130,18 +138,22 @@ class _Module:
         if owner != name:
             self.found.aliases[name] = owner
         else:
-            self.found.add(name, self.cell.tp, of_tensor(name, tensor, self.cell.model.source.index))
+            self.found.add(
+                name, self.model_rank.tp, of_tensor(name, tensor, self.model_rank.model.source.index)
+            )
 
     def _frozen(self, name: str, shape: Any) -> None:
         """Stage 3: `ceil(numel / ranks)` elements on each rank; before: the whole on the first."""
         total = numel(shape)
         if total is None:
-            raise RefusedError(f"{self.cell.model.source.path} names a frozen {name} of shape {shape!r}")
-        if self.cell.tp in self.found.tensors.get(name, {}):
+            raise RefusedError(
+                f"{self.model_rank.model.source.path} names a frozen {name} of shape {shape!r}"
+            )
+        if self.model_rank.tp in self.found.tensors.get(name, {}):
             return
         pieces: list[Piece] = []
         left, dtype = total, ""
-        for rank in self.cell.frozen:
+        for rank in self.model_rank.frozen:
             if name not in rank.pieces:
                 raise DamagedError(f"the frozen parameter {name} is not in every model-states file")
             offset, count, dtype_here = rank.pieces[name]
@@ -153,7 +165,7 @@ class _Module:
                 pieces.append(Piece(rank.source, offset, count * ITEM_BYTES[dtype]))
         if left or not dtype:
             raise DamagedError(f"the ranks hold {total - left} of {total} elements of the frozen {name}")
-        self.found.add(name, self.cell.tp, _parameter(name, tuple(shape), dtype, pieces))
+        self.found.add(name, self.model_rank.tp, _parameter(name, tuple(shape), dtype, pieces))
 
 
 def _read_layers(save: Save, trained: dict[str, tuple[int, ...]], found: Contents) -> None:
@@ -179,7 +191,13 @@ def _read_layers(save: Save, trained: dict[str, tuple[int, ...]], found: Content
 
 def layer_prefixes(save: Save) -> dict[int, str]:
     """Return what the names in each layer file of a pipeline begin with in the optimizer's."""
-    trained = {n: s for row in save.cells for cell in row for group in cell.shapes for n, s in group.items()}
+    trained = {
+        n: s
+        for row in save.model_ranks
+        for model_rank in row
+        for group in model_rank.shapes
+        for n, s in group.items()
+    }
     numbers = {int(head) for head in (n.partition(".")[0] for n in trained) if head.isdecimal()}
     found: dict[int, str] = {}
     for layer in save.layers:
@@ -196,7 +214,13 @@ def expert_names(save: Save) -> ExpertNames:
 
     By the files of experts too: of those that a rank holds some may be frozen.
     """
-    trained = (name for row in save.cells for cell in row for group in cell.shapes for name in group)
+    trained = (
+        name
+        for row in save.model_ranks
+        for model_rank in row
+        for group in model_rank.shapes
+        for name in group
+    )
     held = (str(name) for layer in save.layers if layer.number is None for name in layer.opened.root)
     return ExpertNames(trained, held, save.experts.ep)
 

@@ -22,7 +22,7 @@ from ckptd.formats.zero.facts import as_dict, numel
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ckptd.formats.zero.save import Cell, Save
+    from ckptd.formats.zero.save import ModelRank, Save
     from ckptd.formats.zero.shards import Parameter, StateRanges
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -58,30 +58,30 @@ class Proof:
     _places: dict[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
     """(name, pipeline stage, tensor rank) → the first state, and a hash of the elements that it lies at."""
 
-    def __call__(self, cell: Cell, parameter: Parameter) -> Parameter:
+    def __call__(self, model_rank: ModelRank, parameter: Parameter) -> Parameter:
         """Check a parameter's addresses; with its masters return the model's copy of it.
 
         Raises:
             RefusedError: see `check_places`.
         """
         if self.is_wanted:
-            self.check_places(cell, parameter)
+            self.check_places(model_rank, parameter)
         has_masters = bool(parameter.states) and parameter.states[0].name == "fp32" and parameter.numel
-        return self.attach(cell, parameter) if has_masters else parameter
+        return self.attach(model_rank, parameter) if has_masters else parameter
 
-    def check_places(self, cell: Cell, parameter: Parameter) -> None:
+    def check_places(self, model_rank: ModelRank, parameter: Parameter) -> None:
         """Refuse a state that lies at other elements of its buffers than the parameter's other states.
 
         Raises:
             RefusedError: it does, or leaves its buffer.
         """
         for state in parameter.states:
-            if (place := (cell.pp, cell.tp, state.name)) not in self._buffers:
-                self._buffers[place] = _buffers_of(cell, state.name)
+            if (place := (model_rank.pp, model_rank.tp, state.name)) not in self._buffers:
+                self._buffers[place] = _buffers_of(model_rank, state.name)
             if not (buffers := self._buffers[place]):
                 continue
             key, found = (
-                (parameter.name, cell.pp, cell.tp),
+                (parameter.name, model_rank.pp, model_rank.tp),
                 hash(tuple(_elements(parameter.name, state, buffers))),
             )
             first, wanted = self._places.setdefault(key, (state.name, found))
@@ -98,39 +98,41 @@ class Proof:
                 round_robin_gradients.
         """
         if self.is_wanted and self.save.stage < 3 and not round_robin.is_shuffled(self.save):
-            for cell in (cell for row in self.save.cells for cell in row if cell.shards):
-                self._check_order(cell)
+            for model_rank in (
+                model_rank for row in self.save.model_ranks for model_rank in row if model_rank.shards
+            ):
+                self._check_order(model_rank)
         return tuple(f"{len(names)} tensors: {reason}" for reason, names in sorted(self.left_out.items()))
 
-    def _check_order(self, cell: Cell) -> None:
-        for g, shapes in enumerate(cell.shapes):
+    def _check_order(self, model_rank: ModelRank) -> None:
+        for g, shapes in enumerate(model_rank.shapes):
             wanted = [name for name, shape in shapes.items() if numel(shape)]
-            for ranks in self.save.experts.owners(g, len(cell.shards)):
+            for ranks in self.save.experts.owners(g, len(model_rank.shards)):
                 held = (
                     (d, start, name)
                     for d in ranks
-                    for name, start, n in cell.shards[d].groups[g].mapping
+                    for name, start, n in model_rank.shards[d].groups[g].mapping
                     if n
                 )
                 found = dict.fromkeys(name for _, _, name in sorted(held))
                 for name, other in zip(found, wanted, strict=False):
                     if name != other:
                         raise RefusedError(
-                            f"{cell.shards[ranks[0]].source.path}: {name} of group {g} lies where "
-                            f"{cell.model.source.path} lists {other}",
+                            f"{model_rank.shards[ranks[0]].source.path}: {name} of group {g} lies where "
+                            f"{model_rank.model.source.path} lists {other}",
                             hint="shards may be of two saves; the ZeRO form is kept as it is",
                         )
 
-    def attach(self, cell: Cell, parameter: Parameter) -> Parameter:
+    def attach(self, model_rank: ModelRank, parameter: Parameter) -> Parameter:
         """Return the parameter with the model's copy of it, where there is one to compare with."""
-        found = self.why_none or self._find(cell, parameter)
+        found = self.why_none or self._find(model_rank, parameter)
         if isinstance(found, str):
-            self.left_out.setdefault(found, set()).add((parameter.name, cell.pp, cell.tp))
+            self.left_out.setdefault(found, set()).add((parameter.name, model_rank.pp, model_rank.tp))
             return parameter
         return replace(parameter, weight=found)
 
-    def _find(self, cell: Cell, parameter: Parameter) -> StateRanges | str:
-        tensors = self._tensors(cell, parameter)
+    def _find(self, model_rank: ModelRank, parameter: Parameter) -> StateRanges | str:
+        tensors = self._tensors(model_rank, parameter)
         if not tensors:
             return ELSEWHERE
         master, dtype = parameter.states[0], tensors[0][0].dtype
@@ -139,7 +141,7 @@ class Proof:
         if any(tensor.shape != parameter.shape or tensor.dtype != dtype for tensor, _ in tensors):
             return OTHER
         # a forward that casts its weight in place leaves it rounded and of float32
-        is_cast = dtype == "float32" and cell.model.facts.dtype in ("bf16", "fp16")
+        is_cast = dtype == "float32" and model_rank.model.facts.dtype in ("bf16", "fp16")
         if (master.dtype, dtype) not in COMPARED or is_cast:
             return OTHER
         try:
@@ -149,29 +151,29 @@ class Proof:
         copy = replace(found[0], pieces=tuple(piece for one in found for piece in one.pieces))
         return ITSELF if copy.pieces == master.pieces else copy
 
-    def _tensors(self, cell: Cell, parameter: Parameter) -> list[tuple[Tensor, int]]:
+    def _tensors(self, model_rank: ModelRank, parameter: Parameter) -> list[tuple[Tensor, int]]:
         """Return the tensor of the model; of experts one for each expert-parallel rank; or none."""
         if self._layers is None:
             self._layers = _of_layers(self.save)
-        module, name = as_dict(cell.model.root.get("module")), parameter.name
+        module, name = as_dict(model_rank.model.root.get("module")), parameter.name
         if not parameter.experts:
             tensor = module.get(name)
             if isinstance(tensor, Tensor):
-                return [(tensor, cell.model.source.index)]
-            return [self._layers[cell.tp, name]] if (cell.tp, name) in self._layers else []
+                return [(tensor, model_rank.model.source.index)]
+            return [self._layers[model_rank.tp, name]] if (model_rank.tp, name) in self._layers else []
         if self.save.experts.automatic:
             return []
         if self._names is None:
             self._names = expert_names(self.save)
         known = [self._names.globally(name, rank) for rank in range(parameter.experts)]
-        held = [self._layers.get((cell.tp, one or "")) for one in known]
+        held = [self._layers.get((model_rank.tp, one or "")) for one in known]
         return [one for one in held if one is not None] if None not in held else []
 
 
-def _buffers_of(cell: Cell, state: str) -> Buffers:
+def _buffers_of(model_rank: ModelRank, state: str) -> Buffers:
     """Return the buffers of a state by file; none of a state that has whole parameters (Muon's)."""
     found: Buffers = {}
-    for rank, shard in enumerate(cell.shards):
+    for rank, shard in enumerate(model_rank.shards):
         for g, group in enumerate(shard.groups):
             if state in group.whole:
                 return {}

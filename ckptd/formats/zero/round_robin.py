@@ -15,7 +15,7 @@ from ckptd.errors import RefusedError
 from ckptd.formats.zero.facts import as_dict, numel
 
 if TYPE_CHECKING:
-    from ckptd.formats.zero.save import Cell, Save
+    from ckptd.formats.zero.save import ModelRank, Save
 
 
 NOTE = (
@@ -47,20 +47,20 @@ def restore_addresses(save: Save) -> None:
             "experts that were trained with round_robin_gradients are not converted",
             hint="the ZeRO form is safe all the same; train with the option switched off",
         )
-    for row in save.cells:
-        for cell in row:
-            for g in range(len(cell.shapes)):
-                if not any(shard.groups[g].alignment_padding for shard in cell.shards):
-                    _restore(cell, g)
+    for row in save.model_ranks:
+        for model_rank in row:
+            for g in range(len(model_rank.shapes)):
+                if not any(shard.groups[g].alignment_padding for shard in model_rank.shards):
+                    _restore(model_rank, g)
 
 
-def _restore(cell: Cell, g: int) -> None:
+def _restore(model_rank: ModelRank, g: int) -> None:
     """Parameters one after another through the slices of all ranks, in ascending rank."""
-    lengths = [shard.groups[g].states["fp32"].numel for shard in cell.shards]
+    lengths = [shard.groups[g].states["fp32"].numel for shard in model_rank.shards]
     ends = list(accumulate(lengths))
     mappings: list[list[tuple[str, int, int]]] = [[] for _ in lengths]
     at = 0
-    for name, shape in cell.shapes[g].items():
+    for name, shape in model_rank.shapes[g].items():
         end = at + (numel(shape) or 0)
         for mapping, length, last in zip(mappings, lengths, ends, strict=True):
             first = last - length
@@ -70,5 +70,5 @@ def _restore(cell: Cell, g: int) -> None:
         at = end
     if at > ends[-1]:
         raise RefusedError(f"the parameters of group {g} need {at} elements, its slices hold {ends[-1]}")
-    for shard, mapping in zip(cell.shards, mappings, strict=True):
+    for shard, mapping in zip(model_rank.shards, mappings, strict=True):
         shard.groups[g].mapping = mapping

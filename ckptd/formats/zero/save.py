@@ -1,6 +1,6 @@
 """Model a complete, consistent save: its grid of model-parallel ranks, and its parameters across them.
 
-A cell is one model-parallel rank (pipeline stage × tensor rank) with the optimizer shards of all its
+A model rank is a pipeline stage × tensor rank, with the optimizer shards of all its
 data-parallel ranks; a parameter belongs to one stage and has one shard per tensor rank (docs/formats.md §1).
 """
 
@@ -41,7 +41,7 @@ class Read:
 
 
 @dataclass(slots=True)
-class Cell:
+class ModelRank:
     """One model-parallel rank; `shards` in ascending data-parallel rank, `model` of the lowest of them.
 
     `frozen`: pieces of the frozen parameters, per data-parallel rank at stage 3 (for weights alone).
@@ -75,14 +75,14 @@ class Layer:
 
 @dataclass(slots=True)
 class Save:
-    """Everything that conversion needs of a save. `cells[pp][tp]`; degrees by what metadata say."""
+    """Everything that conversion needs of a save. `model_ranks[pp][tp]`; degrees by what metadata say."""
 
     stage: int
     dp: int
     ds_version: str
     global_steps: int | None
     optimizer_step: int | None
-    cells: list[list[Cell]]
+    model_ranks: list[list[ModelRank]]
     rank0_optim: OpenedShard
     model_sources: list[SourceShard]
     reads: list[Read] = field(default_factory=list)
@@ -90,28 +90,28 @@ class Save:
     layers: list[Layer] = field(default_factory=list)
     remarks: tuple[str, ...] = ()
     """Notes of the survey for whoever resumes from the form."""
-    prove: Callable[[Cell, Parameter], Parameter] | None = None
+    prove: Callable[[ModelRank, Parameter], Parameter] | None = None
     """Looks at each parameter that is read."""
 
     @property
     def pp(self) -> int:
         """Pipeline stages."""
-        return len(self.cells)
+        return len(self.model_ranks)
 
     @property
     def tp(self) -> int:
         """Tensor-parallel ranks."""
-        return len(self.cells[0])
+        return len(self.model_ranks[0])
 
     @property
     def rank0_model(self) -> OpenedShard:
         """Model states of the first rank."""
-        return self.cells[0][0].model
+        return self.model_ranks[0][0].model
 
     @property
     def models(self) -> list[OpenedShard]:
         """Model states of every model-parallel rank, in the order of their number."""
-        return [cell.model for row in self.cells for cell in row]
+        return [model_rank.model for row in self.model_ranks for model_rank in row]
 
     @property
     def universal_info(self) -> dict[Any, Any] | None:
@@ -128,15 +128,23 @@ class Save:
     @property
     def parameter_count(self) -> int:
         """Parameters, each counted once."""
-        return len({name for row in self.cells for cell in row for group in cell.shapes for name in group})
+        return len(
+            {
+                name
+                for row in self.model_ranks
+                for model_rank in row
+                for group in model_rank.shapes
+                for name in group
+            }
+        )
 
     @property
     def state_names(self) -> list[str]:
         """Names of all optimizer states, "fp32" first."""
         names: dict[str, None] = {}
-        for row in self.cells:
-            for cell in row:
-                names |= dict.fromkeys(stage12.state_names(cell.shards))
+        for row in self.model_ranks:
+            for model_rank in row:
+                names |= dict.fromkeys(stage12.state_names(model_rank.shards))
         return list(names)
 
     @property
@@ -155,8 +163,8 @@ class Save:
             DamagedError, RefusedError: the shards do not cover the parameters, or contradict each other.
         """
         seen: dict[str, list[tuple[int, ...]]] = {}
-        for row in self.cells:
-            for ranks in _together([self._read(cell, only) for cell in row]):
+        for row in self.model_ranks:
+            for ranks in _together([self._read(model_rank, only) for model_rank in row]):
                 name, shapes = ranks[0].name, [rank.shape for rank in ranks]
                 if self.pp > 1:
                     if seen.setdefault(name, shapes) != shapes:
@@ -165,10 +173,10 @@ class Save:
                         continue
                 yield ranks
 
-    def _read(self, cell: Cell, only: str | None) -> Iterator[Parameter]:
+    def _read(self, model_rank: ModelRank, only: str | None) -> Iterator[Parameter]:
         parameters = stage3.parameters if self.stage >= 3 else stage12.parameters
-        for parameter in parameters(cell.shards, cell.shapes, only, self.experts):
-            yield parameter if self.prove is None else self.prove(cell, parameter)
+        for parameter in parameters(model_rank.shards, model_rank.shapes, only, self.experts):
+            yield parameter if self.prove is None else self.prove(model_rank, parameter)
 
 
 def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:
@@ -193,7 +201,9 @@ def _together(streams: list[Iterator[Parameter]]) -> Iterator[list[Parameter]]:
 def notes(save: Save) -> tuple[str, ...]:
     """Sentences about what a resumed run will find; empty for a whole save of Adam and its like."""
     found = list(save.remarks)
-    groups = [group for row in save.cells for cell in row for group in cell.shards[0].groups]
+    groups = [
+        group for row in save.model_ranks for model_rank in row for group in model_rank.shards[0].groups
+    ]
     lacking = sorted({name for group in groups for name in STAGE3_READS if name not in group.states})
     stepless = not any("step" in group.scalars for group in groups)
     if lacking or stepless:
@@ -216,7 +226,7 @@ def notes(save: Save) -> tuple[str, ...]:
         found.append(
             f"{', '.join(numbers)} (one number per group) begins anew: DeepSpeed's loaders take none but step"
         )
-    steps = [group.scalars.get("step") for group in save.cells[0][0].shards[0].groups]
+    steps = [group.scalars.get("step") for group in save.model_ranks[0][0].shards[0].groups]
     unread = stage3_loader_word(save.ds_version, len(steps)) if save.stage >= 3 else None
     drifts = save.stage >= 3 and len(steps) > 1 and all(isinstance(step, Tensor) for step in steps)
     if unread is not None:

@@ -27,7 +27,7 @@ from ckptd.formats.zero import stage0, stage3, stage12
 from ckptd.formats.zero.experts import NO_EXPERTS, Experts, check_files, find, find_partitioned
 from ckptd.formats.zero.facts import as_dict, numel, shown
 from ckptd.formats.zero.optimizers import stray_setting
-from ckptd.formats.zero.save import Cell, Fragments, Layer, Read, Save
+from ckptd.formats.zero.save import Fragments, Layer, ModelRank, Read, Save
 from ckptd.formats.zero.shards import OpenedShard, OptimShard, SourceShard, flat, open_shard
 
 if TYPE_CHECKING:
@@ -228,21 +228,21 @@ class Surveyor:
                 hint="DeepSpeed loads it on the same ranks; " + SAFE,
             )
         model_sources: list[SourceShard] = []
-        cells = [
+        model_ranks = [
             [
-                self._cell(grid, (pp, tp), (first, model0), (optim, models), model_sources)
+                self._model_rank(grid, (pp, tp), (first, model0), (optim, models), model_sources)
                 for tp in range(grid.tp)
             ]
             for pp in range(grid.pp)
         ]
-        experts = self._experts(grid, cells, first)
+        experts = self._experts(grid, model_ranks, first)
         return Save(
             stage=stage,
             dp=grid.dp,
             ds_version=first.facts.ds_version or model0.facts.ds_version or "",
             global_steps=model0.facts.global_steps,
             optimizer_step=first.facts.optimizer_step,
-            cells=cells,
+            model_ranks=model_ranks,
             rank0_optim=first,
             model_sources=model_sources,
             reads=self.reads,
@@ -270,23 +270,23 @@ class Surveyor:
         if any((mm, 0) not in models for mm in range(tp)):
             absent = next(mm for mm in range(tp) if (mm, 0) not in models)
             raise DamagedError(f"mp_rank_{absent:02d}_model_states.pt is missing")
-        row: list[Cell] = []
+        row: list[ModelRank] = []
         found: list[stage0.Unsharded] = []
         for mm in range(tp):
             model = first if mm == 0 else self._open(models[mm, 0])
             agree_models(model, first, same_rank=mm == 0)
             with self.opening(model.source.path) as fd:
                 found.append(stage0.Unnamed(model, fd, masters_only=self.masters_only).read())
-            row.append(Cell(0, mm, model, found[-1].shapes, [found[-1].shard]))
+            row.append(ModelRank(0, mm, model, found[-1].shapes, [found[-1].shard]))
         return Save(
             stage=0,
             dp=1,
             ds_version=first.facts.ds_version or "",
             global_steps=first.facts.global_steps,
             optimizer_step=None,
-            cells=[row],
+            model_ranks=[row],
             rank0_optim=replace(first, root=found[0].root),
-            model_sources=[cell.model.source for cell in row],
+            model_sources=[model_rank.model.source for model_rank in row],
             reads=self.reads,
             remarks=stage0.remarks(found),
         )
@@ -319,29 +319,29 @@ class Surveyor:
                 }
         return found
 
-    def _experts(self, grid: Degrees, cells: list[list[Cell]], optim: OpenedShard) -> Experts:
+    def _experts(self, grid: Degrees, model_ranks: list[list[ModelRank]], optim: OpenedShard) -> Experts:
         """Find the groups of experts, which are the same on every model-parallel rank."""
         if grid.stage >= 3:
-            return cells[0][0].experts
-        models = [[cell.model for cell in row] for row in cells]
+            return model_ranks[0][0].experts
+        models = [[model_rank.model for model_rank in row] for row in model_ranks]
         check_files(models, self.sources, are_split=grid.tp > 1 and optim.facts.ep is not None)
         experts = find(models[0][0], optim, grid.dp, grid.tp)
-        for cell in (cell for row in cells for cell in row):
-            if cell.experts != experts:
+        for model_rank in (model_rank for row in model_ranks for model_rank in row):
+            if model_rank.experts != experts:
                 raise RefusedError(
-                    f"{cell.model.source.path} has other groups of experts than the first rank",
+                    f"{model_rank.model.source.path} has other groups of experts than the first rank",
                     hint=SAFE,
                 )
         return experts
 
-    def _cell(
+    def _model_rank(
         self,
         grid: Degrees,
         place: tuple[int, int],
         first: tuple[OpenedShard, OpenedShard],
         listed: tuple[Listed, Listed],
         model_sources: list[SourceShard],
-    ) -> Cell:
+    ) -> ModelRank:
         """Read one model-parallel rank; what was opened as the first is not opened again."""
         (pp, tp), (optim0, model0), (optim, models) = place, first, listed
         mm = grid.number(pp, tp)
@@ -374,7 +374,7 @@ class Surveyor:
             experts = find_partitioned(with_experts, sharing)
         else:
             experts = NO_EXPERTS
-        return Cell(pp, tp, model, shapes, shards, frozen, experts)
+        return ModelRank(pp, tp, model, shapes, shards, frozen, experts)
 
     def _cut(self, opened: OpenedShard, grid: Degrees, shapes: Shapes) -> OptimShard:
         """Offsets of a rank's shard."""

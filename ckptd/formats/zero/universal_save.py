@@ -19,7 +19,7 @@ from ckptd.formats.torchfile.unpickler import unpickle
 from ckptd.formats.torchfile.values import Tensor
 from ckptd.formats.zero.contents import of_tensor
 from ckptd.formats.zero.facts import as_dict, as_int, shown, states_of
-from ckptd.formats.zero.save import Cell, Read, Save
+from ckptd.formats.zero.save import ModelRank, Read, Save
 from ckptd.formats.zero.shards import Parameter, StateRanges, open_shard
 from ckptd.formats.zero.survey import frozen_of, shapes_of
 
@@ -57,7 +57,7 @@ class UniversalSave(Save):
         """Yield each parameter as its only tensor rank's; `only`: just that state's ranges."""
         for parameter in self.held.values():
             found = replace(parameter, states=tuple(s for s in parameter.states if only in (None, s.name)))
-            yield [found if self.prove is None else self.prove(self.cells[0][0], found)]
+            yield [found if self.prove is None else self.prove(self.model_ranks[0][0], found)]
 
     @property
     def param_groups(self) -> Any:
@@ -111,7 +111,7 @@ class UniversalReader:
             ds_version=model.facts.ds_version or "",
             global_steps=model.facts.global_steps,
             optimizer_step=None,
-            cells=[[Cell(0, 0, model, shapes, [], [frozen_of(one) for one in models])]],
+            model_ranks=[[ModelRank(0, 0, model, shapes, [], [frozen_of(one) for one in models])]],
             rank0_optim=optim,
             model_sources=[one.source for one in models],
             reads=self.reads,

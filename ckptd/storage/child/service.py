@@ -44,7 +44,7 @@ from ckptd.storage.remote.messages import (
     Observe,
     Pace,
     Point,
-    Record,
+    RecordDecision,
     RemoteSettings,
     Scrub,
     TransferProgress,
@@ -361,7 +361,7 @@ class _Reporter:
 
 def _note(attached: AttachedRemote, order: Request) -> None:
     """Carry out small changes: a person's decision, the pointers, uploads that nobody goes on with."""
-    if isinstance(order, Record):
+    if isinstance(order, RecordDecision):
         publish(attached.store, order.decision, attached.identity)
     elif isinstance(order, Discard):
         still_ours(attached.store, attached.identity)

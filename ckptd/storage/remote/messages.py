@@ -466,7 +466,7 @@ class DeleteCommit(Model):
     """Digests of the COMMITs that stay: is one of them disputed by now, this one may have to stay too."""
 
 
-class Record(Model):
+class RecordDecision(Model):
     """Put a decision that is known here in the remote, as it is, unless a newer one of its subject is there;
     answered when it is durable (P8, adr/0165)."""
 
@@ -570,7 +570,8 @@ class Failed(Model):
 # --- lines of the pipe --------------------------------------------------------------------------------
 
 _Look = Attach | Observe | DescribeTag | Confirm | Beat | ClaimRun
-_Work = _Look | UploadRequest | EarlyRequest | DeleteEarly | DeleteCommit | Record | Point | Discard | Scrub
+_Upload = UploadRequest | EarlyRequest | DeleteEarly
+_Work = _Look | _Upload | DeleteCommit | RecordDecision | Point | Discard | Scrub
 Request = Annotated[_Work | Pace | Cancel, Field(discriminator="op")]
 LONG_ORDERS = (UploadRequest, EarlyRequest, DeleteEarly, DeleteCommit, Scrub)
 """Carried out one at a time; all else in a thread of its own, so that a permit never waits for them."""

@@ -69,7 +69,7 @@ class Rights:
     gid: int | None
 
 
-class Reader(Protocol):
+class OpenFile(Protocol):
     """An open file."""
 
     def read(self, offset: int, length: int) -> bytes:
@@ -118,7 +118,7 @@ class FileConnection(Protocol):
         """Return a small file, whole; None when absent."""
         ...
 
-    def reading(self, path: str) -> AbstractContextManager[Reader]:
+    def reading(self, path: str) -> AbstractContextManager[OpenFile]:
         """Open for ranges; FileNotFoundError."""
         ...
 

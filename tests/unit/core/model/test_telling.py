@@ -147,7 +147,7 @@ class Told:
     def asked(self, name: str) -> list[Decision]:
         """Decisions that were ordered since the last call."""
         orders = self.scenes[name].line.orders
-        found = [order.decision for order in orders if isinstance(order, m.Record)]
+        found = [order.decision for order in orders if isinstance(order, m.RecordDecision)]
         orders[:] = [m.Point() for _ in orders]  # ids go by their number
         return found
 
