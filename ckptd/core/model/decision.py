@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from ckptd.core.model.manifest import Document, Many
+from ckptd.base.names import ROOT, decode_name, encode_name
+from ckptd.core.model.manifest import Document, Many, parse, side_key
+from ckptd.errors import DocumentDamaged
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,13 +15,16 @@ PINS = ("pin", "unpin")
 """One subject for each tag: of these words the newest counts. All others add to what was said before."""
 
 
+Kind = Literal["pin", "unpin", "accept", "adopt", "first-start"]
+
+
 class Decision(Document):
     """Record a decision of a person. The newest `serial` of a subject counts.
 
     `unpin` is `ckptd pin --remove`, `adopt` is `ckptd accept --existing`: remotes keep the older words.
     """
 
-    kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
+    kind: Kind
     tag: str
     """`*` = every checkpoint found at the first start (adopt)."""
     fingerprints: Many[tuple[str, str]] = ()
@@ -35,6 +40,48 @@ class Decision(Document):
     by: str = ""
     at: str = ""
     serial: int = 0
+
+
+def folder_of(kind: Kind) -> Literal["pins", "decisions"]:
+    """Return the folder of such decisions in a remote."""
+    return "pins" if kind in PINS else "decisions"
+
+
+def key_of(decision: Decision) -> str:
+    """Return its key in a remote."""
+    name = f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}"
+    return side_key(folder_of(decision.kind), name)
+
+
+def named_in(key: str) -> Decision | None:
+    """Return what a key in a remote tells: kind, tag and serial, all that counts of a pin or unpin."""
+    folder, _, name = key.rpartition("/")
+    parts = name.removesuffix(".json").split("~")
+    if len(parts) != 3 or parts[0] not in get_args(Kind) or not parts[2].isdecimal():
+        return None
+    found = Decision(kind=parts[0], tag=decode_name(parts[1]), serial=int(parts[2]))  # type: ignore[arg-type]
+    return found if folder == f"{ROOT}/{folder_of(found.kind)}" else None
+
+
+def parse_decision(data: bytes, key: str) -> Decision:
+    """Read a decision of a remote.
+
+    Raises:
+        DocumentDamaged: it is none, or another than its key says. RefusedError: of a newer major of ckptd.
+    """
+    return checked(parse(Decision, data, key), key)
+
+
+def checked(decision: Decision, key: str) -> Decision:
+    """Return a decision that lies under its own key.
+
+    Raises:
+        DocumentDamaged: it is another than the key says.
+    """
+    if key_of(decision) != key:
+        msg = f"{key} is a decision on {decision.tag}, serial {decision.serial}: not what its name says"
+        raise DocumentDamaged(msg, hint="it was edited, or it rots")
+    return decision
 
 
 def newest_decisions(decisions: Iterable[Decision]) -> dict[str, Decision]:

@@ -14,14 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd.errors import CkptdError, RemoteError, RemoteNotOurs, from_os_error
+from ckptd.errors import CkptdError, DocumentDamaged, RemoteError, RemoteNotOurs, from_os_error
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
 from ckptd.storage.remote.documents import DocumentCache
 from ckptd.storage.remote.early import delete_early, upload_early
 from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
-from ckptd.storage.remote.kept import KeptDocuments, audited, heal_commits, keep_documents
+from ckptd.storage.remote.kept import (
+    KeptDocuments,
+    audited,
+    heal_beside,
+    heal_commits,
+    heal_identity,
+    keep_documents,
+)
 from ckptd.storage.remote.messages import (
     Alive,
     Attach,
@@ -128,8 +135,8 @@ class Service:
         try:
             answer = self._answer(order_id, order)
         except CkptdError as error:
-            if isinstance(error, RemoteError):
-                # the mount may be another one by now: the next order proves it again
+            if isinstance(error, RemoteError | DocumentDamaged):
+                # the mount may be another one by now, or its identity rots: the next order proves it again
                 self._remote = None
             answer = Failed(**error.as_data)
         except OSError as error:
@@ -199,6 +206,8 @@ class Service:
         # without scrub as well what is kept of COMMITs that were deleted is forgotten
         is_dry = not settings.is_scrubbed
         repaired = heal_commits(attached.kept, attached.store, seen, dry_run=is_dry)
+        with suppress(CkptdError):  # of a remote that may only be read
+            repaired += heal_beside(attached.kept, attached.store, seen.damaged, dry_run=is_dry)
         return () if is_dry else audited(Path(settings.state_dir), settings.name, repaired)
 
     def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:
@@ -255,7 +264,12 @@ class Service:
             window_bytes=self._window_bytes,
         )
         self._settings, self._remote = settings, None
-        found = attach(store, settings)
+        try:
+            found = attach(store, settings)
+        except DocumentDamaged:
+            if not _is_identity_healed(store, settings):
+                raise
+            found = attach(store, settings)
         self._tidy(store)
         self._settings = known(settings, found)
         state_dir = settings.state_dir
@@ -357,6 +371,15 @@ class _Reporter:
     def _send(self, event: TransferProgress | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
+
+
+def _is_identity_healed(store: Store, settings: RemoteSettings) -> bool:
+    """Write `remote.json` again where that may be done; tell whether it was."""
+    if not (settings.remote_id and settings.state_dir and settings.is_scrubbed):
+        return False
+    state_dir = Path(settings.state_dir)
+    repaired = heal_identity(KeptDocuments(state_dir, settings.remote_id), store)
+    return bool(audited(state_dir, settings.name, repaired))
 
 
 def _note(attached: AttachedRemote, order: Request) -> None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.base.names import IDENTITY_KEY, ROOT
-from ckptd.core.model.decision import Decision
+from ckptd.core.model.decision import PINS, Decision, checked, named_in
 from ckptd.core.model.generation import KnownManifest
 from ckptd.core.model.manifest import (
     AnyDocument,
@@ -112,8 +112,10 @@ def stem_of_key(key: str) -> Stem | None:
 
 
 def tag_of_key(key: str) -> str:
-    """Return the tag that the key of a COMMIT, SUPPLEMENT or manifest speaks of; "": of none."""
-    where = supplement_of(key) or stem_of_key(key)
+    """Return the tag that the key of a document speaks of; "": of none."""
+    decision, where = named_in(key), supplement_of(key) or stem_of_key(key)
+    if decision is not None:
+        return decision.tag
     return where[0] if where is not None else ""
 
 
@@ -244,11 +246,19 @@ def read_stones(
 
 
 def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:
-    """Add every decision and pin, in order of serial."""
+    """Add every decision and pin, in order of serial; a damaged pin counts by its name, as tombstones do."""
     cache = DocumentCache() if cache is None else cache
     for folder in ("decisions", "pins"):
         for info in found.listing.below(f"{ROOT}/{folder}/"):
-            _collect(store, info, Decision, found.decisions, found, cache)
+            try:
+                read = cache.get(store, info, Decision)
+                decision = None if read is None else checked(read[0], info.key)
+            except found.skip as error:
+                found.damaged.append(error.message)
+                named = named_in(info.key)
+                decision = named if named is not None and named.kind in PINS else None
+            if decision is not None:
+                found.decisions.append(decision)
     found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
 
 

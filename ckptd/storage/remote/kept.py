@@ -1,7 +1,8 @@
-"""Keep the documents of a remote's COMMITs on this node, and write those again that rot or are lost there.
+"""Keep a remote's documents on this node, and write those again that rot or are lost there.
 
 COMMITs, SUPPLEMENTs and manifests are created once and never changed, so the bytes that were read back then,
-proven by their SHA-256, are the only ones that may ever lie under their keys (docs/adr/0221).
+proven by their SHA-256, are the only ones that may ever lie under their keys (docs/adr/0221). So it is with
+`remote.json`, decisions, rows of runs and tombstones, which nothing else proves.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,12 +18,15 @@ from pydantic import ValidationError
 
 from ckptd.base import files
 from ckptd.base.identity import Model
-from ckptd.base.names import encode_name
+from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.base.owned_dirs import list_dir, opened_ours
+from ckptd.core.model.decision import parse_decision
 from ckptd.core.model.generation import build_commit, objects_of
 from ckptd.core.model.manifest import (
     Commit,
     NodeManifest,
+    RemoteIdentity,
+    Tombstone,
     node_in,
     parse,
     parse_stem,
@@ -30,9 +35,17 @@ from ckptd.core.model.manifest import (
     stem,
     to_bytes,
 )
+from ckptd.core.model.runs import RUNS, Row
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteError
 from ckptd.observe.audit import Audit
-from ckptd.storage.remote.documents import FEW, NODES, manifests_of_commit, stem_of
+from ckptd.storage.remote.documents import (
+    FEW,
+    NODES,
+    manifests_of_commit,
+    stem_of,
+    stem_of_key,
+    tag_of_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,6 +61,12 @@ _FOLDER = "documents"
 _DIGITS = 8
 """Count of hex digits of a COMMIT's digest in a file's name: names of 255 bytes have room for no more."""
 _LIMIT_BYTES = 1 << 30
+_BESIDE = ("pins", "decisions", "runs", "retired")
+"""Folders of documents that are created once beside the COMMITs."""
+_RETIRED = f"{ROOT}/retired/"
+_AGAIN_SECONDS = 86400.0
+_PROOFS = 8
+"""So many COMMITs are looked for where the identity of a remote cannot be read."""
 SOURCE = "what this node kept"
 """Words that name the source of a repaired document."""
 
@@ -72,12 +91,16 @@ class _Kept(Model):
 
 
 class KeptDocuments:
-    """Those of one remote in a job's state directory: `documents/<remote_id>/<stem>~<digest>.json`."""
+    """Those of one remote in a job's state directory: `documents/<remote_id>/<stem>~<digest>.json`.
+
+    What is beside the COMMITs lies there by its key below `_ckptd/`, each document in a file of its own.
+    """
 
     def __init__(self, state_dir: Path, remote_id: str) -> None:
         self._state_dir = state_dir
         self._folder = f"{_FOLDER}/{encode_name(remote_id)}"
         self._names: dict[Stem, str] | None = None
+        self._keys: set[str] | None = None
 
     def names(self) -> dict[Stem, str]:
         """Return the first digits of each COMMIT's digest."""
@@ -116,10 +139,53 @@ class KeptDocuments:
                 files.remove_file(fd, self._name(where))
             del self.names()[where]
 
+    # --- beside the COMMITs ----------------------------------------------------------------------------
+
+    def keys_beside(self) -> set[str]:
+        """Return the keys of what is kept beside the COMMITs."""
+        if self._keys is None:
+            self._keys = set()
+            for folder in ("", *_BESIDE):
+                with contextlib.suppress(OSError, RefusedError), self._opened(folder) as fd:
+                    names = [name for name in list_dir(fd) if folder or name == IDENTITY_KEY.split("/")[1]]
+                    self._keys |= {"/".join(filter(None, (ROOT, folder, name))) for name in names}
+        return self._keys
+
+    def beside(self, key: str) -> KeptDocument | None:
+        """Return such a document where it is whole."""
+        folder, name = _parts(key)
+        with contextlib.suppress(OSError, RefusedError, ValidationError), self._opened(folder) as fd:
+            found = KeptDocument.model_validate_json(files.read_beneath(fd, name, limit_bytes=_LIMIT_BYTES))
+            return found if found.key == key and sha256_of(found.data) == found.sha256 else None
+        return None
+
+    def keep_beside(self, key: str, data: bytes) -> None:
+        """Keep such a document; a disk that is full keeps nobody from anything else."""
+        folder, name = _parts(key)
+        one = KeptDocument(key=key, sha256=sha256_of(data), text=data.decode())
+        try:
+            with self._opened(folder, create_mode=0o755) as fd:
+                files.write_atomic(fd, name, one.model_dump_json().encode())
+        except (OSError, RefusedError) as error:
+            log.warning("%s is not kept on this node: %s", key, error)
+        else:
+            self.keys_beside().add(key)
+
+    def is_due(self) -> bool:
+        """Tell whether what is beside the COMMITs was last compared a day ago: kept last then, `remote.json`
+        has the time.
+        """
+        folder, name = _parts(IDENTITY_KEY)
+        with contextlib.suppress(OSError, RefusedError), self._opened(folder) as fd:
+            status = files.stat_beneath(fd, name)
+            return status is None or not 0 <= time.time() - status.st_mtime < _AGAIN_SECONDS
+        return True
+
     @contextlib.contextmanager
-    def _opened(self, create_mode: int | None = None) -> Iterator[int]:
+    def _opened(self, below: str = "", create_mode: int | None = None) -> Iterator[int]:
         with opened_ours(self._state_dir) as state:
-            fd = files.open_dir_beneath(state, self._folder, create_mode=create_mode)
+            folder = f"{self._folder}/{below}" if below else self._folder
+            fd = files.open_dir_beneath(state, folder, create_mode=create_mode)
             try:
                 yield fd
             finally:
@@ -127,6 +193,12 @@ class KeptDocuments:
 
     def _name(self, where: Stem) -> str:
         return f"{stem(*where)}~{self.names().get(where, '')}.json"
+
+
+def _parts(key: str) -> tuple[str, str]:
+    """Return the folder below `_ckptd/`, "" for none, and the name of a document beside the COMMITs."""
+    folder, _, name = key.removeprefix(f"{ROOT}/").rpartition("/")
+    return folder, name
 
 
 def keep_documents(
@@ -180,7 +252,7 @@ def audited(state_dir: Path, remote: str, repaired: Sequence[RepairedDocument]) 
             generation=generation,
             form=form,
             reason=f"{remote}: {one.damage}; from {SOURCE}",
-            commits=[one.commit],
+            commits=one.commits,
             files=[(one.key, one.bytes)],
         )
     return tuple(one.key for one in repaired)
@@ -196,7 +268,8 @@ class RepairedDocument:
     key: str
     bytes: int
     where: Stem
-    commit: tuple[str, str]
+    """Of what is beside the COMMITs the tag, where it has one."""
+    commits: tuple[tuple[str, str], ...] = ()
     """Key and digest of the COMMIT that it belongs to."""
     damage: str
 
@@ -241,7 +314,7 @@ def heal_documents(
             key=one.key,
             bytes=len(one.data),
             where=where,
-            commit=(commits[0].key, commits[0].sha256),
+            commits=((commits[0].key, commits[0].sha256),),
             damage="absent" if found[one.key] is None else "other bytes",
         )
         for one in wrong
@@ -322,3 +395,86 @@ def _write(store: Store, one: KeptDocument, *, is_gone: bool) -> None:
     if store.get(one.key) != one.data:
         msg = f"{store.url} does not give back {one.key} as it was written"
         raise RemoteError(msg, hint="the store lies or another writer is at work; see `ckptd check`")
+
+
+# --- what is beside the COMMITs --------------------------------------------------------------------------
+
+
+def keep_beside(kept: KeptDocuments, store: Store) -> None:
+    """Keep `remote.json`, decisions and rows of runs that were not kept before; tombstones are when they are
+    made. `remote.json` comes last: its time is that of the look.
+    """
+    listed = [info.key for folder in _BESIDE for info in store.list(f"{ROOT}/{folder}/")]
+    keys = [key for key in listed if key not in kept.keys_beside() and not key.startswith(_RETIRED)]
+    for key in (*keys, IDENTITY_KEY):
+        data = _read(store, key)
+        if data and _is_readable(key, data):
+            kept.keep_beside(key, data)
+
+
+def heal_beside(
+    kept: KeptDocuments, store: Store, damaged: Sequence[str] | None = None, *, dry_run: bool = False
+) -> list[RepairedDocument]:
+    """Write again what is kept beside the COMMITs and cannot be read, byte for byte.
+
+    A tombstone was kept by who made it, and may be no other; another document that can be read may be one
+    that this node does not know. What is gone was removed. `damaged`: reasons that name those to look at.
+
+    Raises:
+        RemoteError: the store refuses, or does not give back what was written.
+    """
+    repaired = []
+    for key in sorted(kept.keys_beside() - {IDENTITY_KEY}):
+        if damaged is not None and not any(key in reason for reason in damaged):
+            continue
+        one, data = kept.beside(key), _read(store, key)
+        if one is None or data in (None, one.data):
+            continue
+        if key.startswith(_RETIRED) or not _is_readable(key, data or b""):
+            repaired.append(_rewritten(store, one, dry_run=dry_run))
+    return repaired
+
+
+def heal_identity(kept: KeptDocuments, store: Store) -> list[RepairedDocument]:
+    """Write `remote.json` again where it cannot be read, and a COMMIT that this node kept lies beside it.
+
+    Such a COMMIT, byte for byte, shows that the place is that remote and not another that is mounted there.
+
+    Raises:
+        RemoteError: the store refuses, or does not give back what was written.
+    """
+    one, data = kept.beside(IDENTITY_KEY), _read(store, IDENTITY_KEY)
+    if one is None or data is None or _is_readable(IDENTITY_KEY, data):
+        return []
+    documents = (document for where in sorted(kept.names())[-_PROOFS:] for document in kept.of(where))
+    commits = (document for document in documents if not document.key.startswith(NODES))
+    if not any(_read(store, commit.key) == commit.data for commit in commits):
+        return []
+    return [_rewritten(store, one)]
+
+
+def _rewritten(store: Store, one: KeptDocument, *, dry_run: bool = False) -> RepairedDocument:
+    if not dry_run:
+        _write(store, one, is_gone=False)
+    where = stem_of_key(one.key) if one.key.startswith(_RETIRED) else (tag_of_key(one.key), 0, "")
+    return RepairedDocument(
+        key=one.key, bytes=len(one.data), where=where or ("", 0, ""), damage="other bytes"
+    )
+
+
+def _is_readable(key: str, data: bytes) -> bool:
+    """Tell whether that is the document that its key promises, or one of a newer release."""
+    try:
+        if key == IDENTITY_KEY:
+            parse(RemoteIdentity, data, key)
+        elif key.startswith(RUNS):
+            parse(Row, data, key)
+        elif not key.startswith(_RETIRED):
+            parse_decision(data, key)
+        else:
+            parse(Tombstone, data, key)
+    except RefusedError:
+        return True
+    except DamagedError:
+        return False
+    return True

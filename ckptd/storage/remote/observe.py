@@ -10,10 +10,19 @@ import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
-from ckptd.core.model.decision import PINS, Decision, lacking
+from ckptd.base.names import IDENTITY_KEY, ROOT
+from ckptd.core.model.decision import (
+    PINS,
+    Decision,
+    folder_of,
+    key_of,
+    lacking,
+    named_in,
+    parse_decision,
+    subject_of,
+)
 from ckptd.core.model.generation import choose_pointers, order_of
 from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.manifest import (
@@ -23,7 +32,6 @@ from ckptd.core.model.manifest import (
     TombstoneHeader,
     may_cover,
     name_in,
-    parse,
     sha256_of,
     side_key,
     stem,
@@ -324,8 +332,10 @@ def record(store: Store, decision: Decision, identity: RemoteIdentity) -> Decisi
             return newest
         if newest is not None and newest.serial >= decision.serial:
             decision = decision.model_copy(update={"serial": newest.serial + 1})
-        if store.put_if_absent(_key_of(decision), to_bytes(decision)):
+        if store.put_if_absent(key_of(decision), to_bytes(decision)):
             return decision
+        # another writer's, or one that cannot be read
+        decision = decision.model_copy(update={"serial": decision.serial + 1})
     raise _changes_too_fast(store, decision)
 
 
@@ -338,7 +348,7 @@ def publish(store: Store, decision: Decision, identity: RemoteIdentity) -> None:
     for _ in range(_SERIAL_TRIES):
         if not lacking([decision], _of_subject(store, decision)):
             return
-        key, data = _key_of(decision), to_bytes(decision)
+        key, data = key_of(decision), to_bytes(decision)
         if store.put_if_absent(key, data) or decision.kind in PINS or store.get(key) == data:
             return
         decision = decision.model_copy(update={"serial": decision.serial + 1})
@@ -348,15 +358,6 @@ def publish(store: Store, decision: Decision, identity: RemoteIdentity) -> None:
 def _changes_too_fast(store: Store, decision: Decision) -> RemoteNotOurs:
     msg = f"{store.url} changes faster than a decision on {decision.tag} can be put there"
     return RemoteNotOurs(msg, hint="something else writes there; see `ckptd check`")
-
-
-def _folder_of(decision: Decision) -> Literal["pins", "decisions"]:
-    return "pins" if decision.kind in PINS else "decisions"
-
-
-def _key_of(decision: Decision) -> str:
-    name = f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}"
-    return side_key(_folder_of(decision), name)
 
 
 def _of(decision: Decision) -> dict[str, object]:
@@ -369,16 +370,21 @@ def _newest(store: Store, decision: Decision) -> Decision | None:
 
 
 def _of_subject(store: Store, decision: Decision) -> list[Decision]:
-    """Read the decisions in the remote on the same subject; of other decisions only the names are read."""
-    kinds = PINS if decision.kind in PINS else (decision.kind,)
+    """Read the decisions in the remote on the same subject; of other decisions, and of a pin that is damaged,
+    only the names are read.
+    """
     found: list[Decision] = []
-    for info in store.list(f"{ROOT}/{_folder_of(decision)}/"):
-        kind, _, rest = info.key.rsplit("/", 1)[1].removesuffix(".json").partition("~")
-        if kind not in kinds or rest.rpartition("~")[0] != encode_name(decision.tag):
+    for info in store.list(f"{ROOT}/{folder_of(decision.kind)}/"):
+        named = named_in(info.key)
+        if named is None or subject_of(named) != subject_of(decision):
             continue
         data = store.get(info.key)
-        if data is not None:
-            found.append(parse(Decision, data, info.key))
+        try:
+            held = None if data is None else parse_decision(data, info.key)
+        except DamagedError:
+            held = named if named.kind in PINS else None
+        if held is not None:
+            found.append(held)
     return found
 
 

@@ -32,7 +32,14 @@ from ckptd.storage.remote.documents import (
     read_supplements,
     stem_of_key,
 )
-from ckptd.storage.remote.kept import audited, heal_documents, is_proven, keep_documents
+from ckptd.storage.remote.kept import (
+    audited,
+    heal_beside,
+    heal_documents,
+    is_proven,
+    keep_beside,
+    keep_documents,
+)
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import confirm, still_ours
 from ckptd.storage.stores.checksums import crc64, to_hex
@@ -90,10 +97,12 @@ def scrub(
     if where is None:
         return Scrubbed(is_gone=True)
     repaired: tuple[str, ...] = ()
+    if order.place == "remote" and attached.kept is not None and settings is not None:
+        repaired = _beside(attached.kept, store, settings)
     read = _documents(attached, order, where)
     if order.place == "remote" and attached.kept is not None and settings is not None:
         if isinstance(read, Scrubbed) and not read.unread:
-            repaired = _repaired(attached.kept, store, where, settings)
+            repaired += _repaired(attached.kept, store, where, settings)
             read = _documents(attached, order, where)  # a second time, whether or not it was repaired
         elif isinstance(read, _Documents) and not order.after:
             keep_documents(attached.kept, store, read.commits, attached.manifests, settings.node)
@@ -141,6 +150,17 @@ def _repaired(kept: KeptDocuments, store: Store, where: Stem, settings: RemoteSe
     with contextlib.suppress(CkptdError):
         return audited(Path(settings.state_dir), settings.name, heal_documents(kept, store, where))
     return ()
+
+
+def _beside(kept: KeptDocuments, store: Store, settings: RemoteSettings) -> tuple[str, ...]:
+    """Once a day compare what is kept beside the COMMITs, and keep what is new."""
+    if not kept.is_due():
+        return ()
+    repaired: tuple[str, ...] = ()
+    with contextlib.suppress(DamagedError, RefusedError, NotPermitted, StorageError):
+        repaired = audited(Path(settings.state_dir), settings.name, heal_beside(kept, store))
+        keep_beside(kept, store)
+    return repaired
 
 
 def _files(

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ckptd.core.model.manifest import Commit, parse, sha256_of, to_bytes
+from ckptd.core.model.decision import Decision, pinned_tags
+from ckptd.core.model.manifest import Commit, Tombstone, parse, sha256_of, side_key, stem, to_bytes
+from ckptd.core.model.runs import RUNS, Row
+from ckptd.core.policy.leases import numbered
 from ckptd.storage.remote.documents import ManifestCache, read_commit
 from ckptd.storage.remote.kept import (
     KeptDocuments,
     RepairedDocument,
+    heal_beside,
     heal_commits,
     heal_documents,
+    heal_identity,
+    keep_beside,
     keep_documents,
 )
-from ckptd.storage.remote.observe import read_remote
+from ckptd.storage.remote.observe import is_pinned, read_remote, record
 from ckptd.storage.stores.open import open_store
 from tests.support.repair_scene import RepairScene, built, outcomes, scene
 from tests.support.restore_scene import TAG
@@ -75,6 +82,10 @@ def flip(path: Path) -> None:
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
+
+
+def spoil(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"', b"!", 1))
 
 
 def empty(path: Path) -> None:
@@ -203,3 +214,138 @@ def test_what_retention_deleted_is_forgotten_without_scrub_too(node: Remembered)
     heal_commits(node.kept(), node.store, read_remote(node.store), dry_run=True)
     assert node.kept().names() == {}
     assert list((node.scene.state / "documents").rglob("*.json")) == []
+
+
+# --- beside the COMMITs ----------------------------------------------------------------------------------
+
+BESIDE = ("pins", "decisions", "runs", "retired", "remote.json")
+
+
+@dataclass
+class Beside:
+    """A remote with a document of each kind beside its COMMITs, and a node that keeps them."""
+
+    node: Remembered
+
+    def __post_init__(self) -> None:
+        self.store, identity = self.node.store, read_remote(self.node.store).identity
+        record(self.store, Decision(kind="pin", tag=TAG, by="a person"), identity)
+        record(self.store, Decision(kind="accept", tag=TAG, fingerprints=(("a", "b"),)), identity)
+        row = Row(job_id="j", number=1, run_id="r", created_at="", node="n0", node_id="1")
+        self.store.put_if_absent(numbered(RUNS, 1), to_bytes(row))
+        stone = Tombstone(
+            tag="old",
+            generation=1,
+            form="zero",
+            branch=0,
+            step=1,
+            save_seq=1,
+            reason="",
+            commit_sha256="0" * 64,
+        )
+        key = side_key("retired", stem("old", 1, "zero"))
+        self.store.put_if_absent(key, to_bytes(stone))
+        self.kept = self.node.kept()
+        self.kept.keep_beside(key, to_bytes(stone))
+        keep_beside(self.kept, self.store)
+        self.before = self.node.documents()
+
+    def of(self, kind: str) -> Path:
+        """The one document of a kind."""
+        root = self.node.scene.nas / "_ckptd" / kind
+        return root if root.is_file() else next(root.iterdir())
+
+    def healed(self) -> list[RepairedDocument]:
+        """What a pass of another process repairs."""
+        return heal_beside(self.node.kept(), self.store)
+
+
+@pytest.fixture
+def beside(node: Remembered) -> Beside:
+    return Beside(node)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, spoil])
+@pytest.mark.parametrize("kind", [kind for kind in BESIDE if kind != "remote.json"])
+def test_what_is_beside_the_commits_is_the_same_bytes_again(
+    beside: Beside, kind: str, damage: Callable[[Path], None]
+) -> None:
+    damage(beside.of(kind))
+    (one,) = beside.healed()
+    assert one.key == str(beside.of(kind).relative_to(beside.node.scene.nas))
+    assert beside.node.documents() == beside.before
+    assert not beside.healed()
+
+
+def test_a_look_heals_what_it_names(beside: Beside) -> None:
+    for kind in ("pins", "decisions"):
+        cut(beside.of(kind))
+    damaged = read_remote(beside.store).damaged
+    assert not heal_beside(beside.kept, beside.store, damaged[:0])
+    assert len(heal_beside(beside.kept, beside.store, damaged[:1])) == 1
+    assert len(heal_beside(beside.kept, beside.store, damaged)) == 1
+    assert beside.node.documents() == beside.before
+
+
+def test_what_somebody_else_wrote_or_removed_beside_the_commits_stays(beside: Beside) -> None:
+    """A row that can be read may be the one that this node never saw; what is gone was removed."""
+    beside.of("runs").write_bytes(beside.of("runs").read_bytes().replace(b'"r"', b'"s"'))
+    for kind in ("pins", "retired"):
+        beside.of(kind).unlink()
+    now = beside.node.documents()
+    assert not beside.healed()
+    assert beside.node.documents() == now
+
+
+def test_a_pin_that_rots_still_counts(beside: Beside) -> None:
+    """Its name says what it is of, whether it cannot be read or is another tag's by now."""
+    for damage in (
+        cut,
+        lambda path: path.write_bytes(path.read_bytes().replace(TAG.encode(), b"another9999")),
+    ):
+        damage(beside.of("pins"))
+        seen = read_remote(beside.store)
+        assert pinned_tags(seen.decisions) == {TAG}
+        assert len(seen.damaged) == 1
+        assert is_pinned(beside.store, TAG)
+
+
+def test_a_decision_is_recorded_beside_one_that_rots(beside: Beside) -> None:
+    identity = read_remote(beside.store).identity
+    for kind in ("pins", "decisions"):
+        cut(beside.of(kind))
+    assert record(beside.store, Decision(kind="unpin", tag=TAG), identity).serial == 1
+    assert record(beside.store, Decision(kind="accept", tag=TAG), identity).serial == 1
+    assert not is_pinned(beside.store, TAG)
+
+
+@pytest.mark.parametrize("damage", [cut, empty])
+def test_the_identity_is_written_again_beside_a_commit_that_was_kept(
+    beside: Beside, damage: Callable[[Path], None]
+) -> None:
+    damage(beside.of("remote.json"))
+    assert [one.key for one in heal_identity(beside.kept, beside.store)] == ["_ckptd/remote.json"]
+    assert beside.node.documents() == beside.before
+
+
+def test_the_identity_of_another_place_is_not_written(beside: Beside) -> None:
+    """A share that is mounted there instead, an identity that is gone, one that can be read."""
+    path, mine = beside.of("remote.json"), beside.of("remote.json").read_bytes()
+    path.unlink()
+    assert not heal_identity(beside.kept, beside.store)
+    path.write_bytes(mine.replace(b'"job":', b'"jxb":').replace(b"}", b',"job":"another"}'))
+    assert not heal_identity(beside.kept, beside.store)
+    path.write_bytes(mine[:-1])
+    turned = beside.node.commit.read_bytes()
+    beside.node.commit.write_bytes(turned.replace(b"}", b" }", 1))
+    assert not heal_identity(beside.kept, beside.store)
+    assert path.read_bytes() == mine[:-1]
+
+
+def test_what_is_beside_the_commits_is_compared_once_a_day(beside: Beside) -> None:
+    assert not beside.kept.is_due()
+    (folder,) = (beside.node.scene.state / "documents").iterdir()
+    os.utime(folder / "remote.json", (0, 0))
+    assert beside.kept.is_due()
+    os.utime(folder / "remote.json", (2**31, 2**31))  # a clock that was set back
+    assert beside.kept.is_due()
