@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import RUN, Node, made_before, node
-from tests.e2e.s3_node import PREFIX, s3_node
+from tests.e2e.s3_node import PREFIX, S3Node, s3_node
 from tests.stores import servers
 
 pytestmark = [pytest.mark.real, pytest.mark.faults]
@@ -30,6 +30,7 @@ DISK_BYTES = 256 << 20
 BLOCK_BYTES = 4096
 SCRUB = 'scrub = "20TB/day"'
 CYCLE_SECONDS = 300.0
+BESIDE = ("pins", "runs", "retired")
 POINTERS = {"latest", "latest_universal"}
 _FIBMAP = 1
 
@@ -306,6 +307,43 @@ def test_documents_that_a_person_removed_stay_removed(tmp_path: Path) -> None:
         assert here.once() == 0
         assert here.commits().keys() == {"global_step2~g1"}
         assert here.audit("repair") == []
+
+
+@pytest.mark.parametrize("place", ["directory", pytest.param("bucket", marks=pytest.mark.stores)])
+def test_what_is_beside_the_commits_heals(tmp_path: Path, place: str, moto: servers.Server) -> None:
+    """A pin, the row of the run and the identity that cannot be read any more are what they were at the next
+    look, a tombstone at the next day's; the pin counts all the while."""
+    few = f'forms = ["zero"]\nsave_total_limit = 1\n{SCRUB}'
+    with s3_node(tmp_path, moto) if place == "bucket" else node(tmp_path) as here:
+        here.write_job(remote=f"{here.remote}\n{few}" if place == "bucket" else few)
+        here.start()
+        for step in (1, 2, 3):
+            here.save(step)
+            here.wait_committed(f"global_step{step}~g1")
+        assert here.ckptd("pin", here.job_file, "global_step2").returncode == 0
+        here.wait("step 1 deleted there", lambda: "global_step1~g1" not in here.commits())
+        kept = here.state / "documents"
+        here.wait("kept", lambda: len({*BESIDE} & {path.parent.name for path in kept.rglob("*.json")}) == 3)
+        (known,) = kept.glob("*/remote.json")
+        keys = [f"_ckptd/{path.relative_to(known.parent)}" for path in known.parent.glob("*/[!.]*.json")]
+        before = {key: read(here, key) for key in (*keys, "_ckptd/remote.json")}
+        for key, data in before.items():
+            if isinstance(here, S3Node):
+                here.client.put_object(Bucket=here.bucket, Key=f"{PREFIX}/{key}", Body=data[:-1])
+            else:
+                keeping_times(here.nas / key, cut)
+        here.wait("healed", lambda: is_healed(here, "nas", {k for k in before if "retired" not in k}))
+        os.utime(known, (0, 0))  # the pass of a day ago
+        here.save(4)
+        here.wait("healed, too", lambda: is_healed(here, "nas", set(before)), CYCLE_SECONDS)
+        assert {key: read(here, key) for key in before} == before
+        here.wait("over", lambda: not here.problems() & {"remote-damaged", "remote-not-ours"}, CYCLE_SECONDS)
+        assert "global_step2~g1" in here.commits()
+
+
+def read(here: Node, key: str) -> bytes:
+    """A document of the remote."""
+    return here.read(key) if isinstance(here, S3Node) else (here.nas / key).read_bytes()
 
 
 @pytest.mark.stores

@@ -27,6 +27,7 @@ from ckptd.storage.remote.kept import (
     heal_beside,
     heal_commits,
     heal_identity,
+    keep_beside,
     keep_documents,
 )
 from ckptd.storage.remote.messages import (
@@ -208,6 +209,7 @@ class Service:
         repaired = heal_commits(attached.kept, attached.store, seen, dry_run=is_dry)
         with suppress(CkptdError):  # of a remote that may only be read
             repaired += heal_beside(attached.kept, attached.store, seen.damaged, dry_run=is_dry)
+            keep_beside(attached.kept, attached.store, seen)
         return () if is_dry else audited(Path(settings.state_dir), settings.name, repaired)
 
     def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:

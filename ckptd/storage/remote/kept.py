@@ -20,7 +20,7 @@ from ckptd.base import files
 from ckptd.base.identity import Model
 from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.base.owned_dirs import list_dir, opened_ours
-from ckptd.core.model.decision import parse_decision
+from ckptd.core.model.decision import key_of, parse_decision
 from ckptd.core.model.generation import build_commit, objects_of
 from ckptd.core.model.manifest import (
     Commit,
@@ -36,6 +36,7 @@ from ckptd.core.model.manifest import (
     to_bytes,
 )
 from ckptd.core.model.runs import RUNS, Row
+from ckptd.core.policy.leases import numbered
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteError
 from ckptd.observe.audit import Audit
 from ckptd.storage.remote.documents import (
@@ -172,14 +173,20 @@ class KeptDocuments:
             self.keys_beside().add(key)
 
     def is_due(self) -> bool:
-        """Tell whether what is beside the COMMITs was last compared a day ago: kept last then, `remote.json`
-        has the time.
+        """Tell whether what is beside the COMMITs was last compared a day ago, which the time of
+        `remote.json` says.
         """
         folder, name = _parts(IDENTITY_KEY)
         with contextlib.suppress(OSError, RefusedError), self._opened(folder) as fd:
             status = files.stat_beneath(fd, name)
             return status is None or not 0 <= time.time() - status.st_mtime < _AGAIN_SECONDS
         return True
+
+    def note_compared(self) -> None:
+        """Note that what is beside the COMMITs was compared now."""
+        one = self.beside(IDENTITY_KEY)
+        if one is not None:
+            self.keep_beside(one.key, one.data)
 
     @contextlib.contextmanager
     def _opened(self, below: str = "", create_mode: int | None = None) -> Iterator[int]:
@@ -400,13 +407,14 @@ def _write(store: Store, one: KeptDocument, *, is_gone: bool) -> None:
 # --- what is beside the COMMITs --------------------------------------------------------------------------
 
 
-def keep_beside(kept: KeptDocuments, store: Store) -> None:
-    """Keep `remote.json`, decisions and rows of runs that were not kept before; tombstones are when they are
-    made. `remote.json` comes last: its time is that of the look.
+def keep_beside(kept: KeptDocuments, store: Store, seen: Observation) -> None:
+    """Keep `remote.json`, and the decisions and rows of runs that a look read and were not kept before.
+
+    Tombstones, of which a look tells the names alone, are kept by who makes them.
     """
-    listed = [info.key for folder in _BESIDE for info in store.list(f"{ROOT}/{folder}/")]
-    keys = [key for key in listed if key not in kept.keys_beside() and not key.startswith(_RETIRED)]
-    for key in (*keys, IDENTITY_KEY):
+    keys = {key_of(decision) for decision in seen.decisions}
+    keys |= {numbered(RUNS, row.number) for row in seen.rows}
+    for key in sorted((keys | {IDENTITY_KEY}) - kept.keys_beside()):
         data = _read(store, key)
         if data and _is_readable(key, data):
             kept.keep_beside(key, data)

@@ -37,7 +37,6 @@ from ckptd.storage.remote.kept import (
     heal_beside,
     heal_documents,
     is_proven,
-    keep_beside,
     keep_documents,
 )
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
@@ -153,13 +152,13 @@ def _repaired(kept: KeptDocuments, store: Store, where: Stem, settings: RemoteSe
 
 
 def _beside(kept: KeptDocuments, store: Store, settings: RemoteSettings) -> tuple[str, ...]:
-    """Once a day compare what is kept beside the COMMITs, and keep what is new."""
+    """Once a day compare what is kept beside the COMMITs: a look asks nothing that it has read before."""
     if not kept.is_due():
         return ()
     repaired: tuple[str, ...] = ()
     with contextlib.suppress(DamagedError, RefusedError, NotPermitted, StorageError):
         repaired = audited(Path(settings.state_dir), settings.name, heal_beside(kept, store))
-        keep_beside(kept, store)
+        kept.note_compared()
     return repaired
 
 

@@ -247,7 +247,7 @@ class Beside:
         self.store.put_if_absent(key, to_bytes(stone))
         self.kept = self.node.kept()
         self.kept.keep_beside(key, to_bytes(stone))
-        keep_beside(self.kept, self.store)
+        keep_beside(self.kept, self.store, read_remote(self.store))
         self.before = self.node.documents()
 
     def of(self, kind: str) -> Path:
@@ -344,8 +344,12 @@ def test_the_identity_of_another_place_is_not_written(beside: Beside) -> None:
 
 def test_what_is_beside_the_commits_is_compared_once_a_day(beside: Beside) -> None:
     assert not beside.kept.is_due()
+    beside.kept.note_compared()
+    assert not beside.kept.is_due()
     (folder,) = (beside.node.scene.state / "documents").iterdir()
     os.utime(folder / "remote.json", (0, 0))
     assert beside.kept.is_due()
+    beside.kept.note_compared()
+    assert not beside.kept.is_due()
     os.utime(folder / "remote.json", (2**31, 2**31))  # a clock that was set back
     assert beside.kept.is_due()
