@@ -83,6 +83,7 @@ EVERY = (1, 2, 3)
 NO_SCALE = {"fp16": {"loss_scale": 1}}
 UNSCALED = "it divided gradients by a loss scale that it had not multiplied by (formats.md §2.7)"
 PARTIAL = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 0.5}}}
+ZENFLOW = {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 1, "update_interval": 1}
 MOMENTUM = "the loader wants exp_avg"
 
 EXTRA: dict[str, Any] = {"split": False, "expert_tp": False, "in_blocks": False, "auto": 0}
@@ -96,6 +97,14 @@ SHARED = "experts that the tensor ranks share"
 ROWS = (
     Row(name="CPU offload, stage 2", recipe=two(2, offload=True)),
     Row(name="CPU offload, stage 3", recipe=two(3, offload=True)),
+    *(
+        Row(
+            name=f"ZenFlow, stage {stage}",
+            recipe=two(stage, optimizer="cpu_adam"),
+            setting={"zero_optimization": {"zenflow": ZENFLOW}},
+        )
+        for stage in (1, 2)
+    ),
     Row(name="NVMe offload, stage 3", recipe=two(3, **LARGE), setting=nvme()),
     Row(
         name="NVMe offload, stage 3, pipelined, sub-groups",

@@ -14,7 +14,7 @@ import time
 import types
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import partial, partialmethod
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from ckptd.conversion.engine import (
     supervisor,
 )
 from ckptd.conversion.engine.children import Watched
+from ckptd.core.model.records import ObjectRow
 from ckptd.daemon import job
 from ckptd.storage.child import service, slots
+from ckptd.storage.journal.journal import EARLY_ID, Journal
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote import transfer
 from ckptd.storage.remote.early import upload_early
@@ -294,6 +296,7 @@ def open_stores(shelf: Path, seams: Seams, tell: Callable[[str], None], lanes: i
 
     put(service, "open_store", opened)
     put(service, "upload_early", partial(_told_early, upload_early))
+    put(Journal, "put_object", partialmethod(_told_row, Journal.put_object, tell))
 
 
 def _told_early(carry_out: Callable[..., None], *given: Any) -> None:
@@ -304,11 +307,26 @@ def _told_early(carry_out: Callable[..., None], *given: Any) -> None:
         Told.is_early = False
 
 
+def _told_row(
+    journal: Journal,
+    put_object: Callable[..., None],
+    tell: Callable[[str], None],
+    save_id: int,
+    remote: str,
+    form: str,
+    row: ObjectRow,
+) -> None:
+    put_object(journal, save_id, remote, form, row)
+    if save_id == EARLY_ID and row.proof is not None:
+        tell(f"flushed {json.dumps([row.key, row.bytes])}")
+
+
 class Told:
     """A store whose uploads are written down: what was sent again is counted by the judge."""
 
     is_early = False
-    """A shard is uploaded before its save is whole: cut short, it may be sent again from its beginning."""
+    """A shard is uploaded before its save is whole: until the journal knows it as whole, it may be sent again
+    from its beginning."""
 
     def __init__(self, inner: Any, tell: Callable[[str], None]) -> None:
         self._inner = inner
@@ -327,7 +345,7 @@ class Told:
         def moved(progress: Any) -> None:
             nonlocal flushed
             on_progress(progress)
-            if progress.flushed_bytes > (source.size_bytes - 1 if Told.is_early else flushed):
+            if progress.flushed_bytes > flushed and not Told.is_early:
                 flushed = progress.flushed_bytes
                 self._tell(f"flushed {json.dumps([key, flushed])}")
 
