@@ -130,6 +130,24 @@ def test_what_was_decided_holds_and_the_judge_sees_it(name: str) -> None:
         play.script(world)
 
 
+def test_a_rewind_is_a_new_branch_and_a_script_sees_it() -> None:
+    """No judge of lives does: to it a higher step always may be the newer one."""
+
+    def rewound(world: World) -> set[int]:
+        save(world, 5, 8, 3, 4)
+        pointed = open_store(NAS_URL).get("latest")
+        assert pointed is not None
+        return {s.step for s in world.trainer.saves if world.is_intact(s)} | {int(pointed[11:]) * 100}
+
+    play = Play(script=_multiples, local=2, words="", stay=set())
+    with living(play) as world:
+        assert rewound(world) >= {3, 4, 400}
+    with living(play) as world, seeded("a rewind is no new branch"):
+        found = rewound(world)
+        assert 3 not in found
+        assert 800 in found
+
+
 def test_a_remote_that_lost_a_pin_has_it_again() -> None:
     """Put back from a snapshot: a node that knows that remote alone would let the checkpoint go."""
     play = Play(script=_pinned_here, local=1, words="", stay={1, 4})
