@@ -70,7 +70,8 @@ class S3Node(Node):
         for key in self.objects("_ckptd/commits/"):
             if key.endswith(f"~{form}.json"):
                 name = key.rsplit("/", 1)[1].removesuffix(f"~{form}.json")
-                with contextlib.suppress(self.client.exceptions.NoSuchKey):
+                # not NoSuchKey: each client has a class of its own
+                with contextlib.suppress(self.client.exceptions.ClientError):
                     found[name] = json.loads(self.read(key))
         return found
 
