@@ -18,10 +18,10 @@ from ckptd.daemon.uploads import scrub as scrubbing
 from ckptd.daemon.uploads.peers import Peers
 from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
-from ckptd.errors import StorageError
+from ckptd.errors import RefusedError, StorageError
 from ckptd.storage.journal.journal import Journal
 from ckptd.storage.remote.documents import read_commits
-from ckptd.storage.remote.messages import Answer, RemoteSettings, Scrub, Scrubbed
+from ckptd.storage.remote.messages import Answer, Failed, RemoteSettings, Scrub, Scrubbed
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.scrub import scrub
 from ckptd.storage.stores.base import Abilities
@@ -262,6 +262,26 @@ def test_a_rotten_commit_is_named_and_holds_up_no_other(thread: Thread) -> None:
     thread.scene.flip(commit, good.index(b'"branch":') + 3)
     thread.until(lambda: not thread.problems)
     assert thread.damaged_tags == frozenset()
+
+
+def test_an_order_that_fails_holds_up_no_other(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is of, the COMMIT is named as unreadable, the others are read, and it is asked again."""
+    start = RemoteSession.start_scrub
+
+    def refused(session: RemoteSession, order: Scrub, on_answer: Callable[[Answer], None]) -> None:
+        if f"{TAG}~g1" not in order.commit_key:
+            start(session, order, on_answer)
+        else:
+            on_answer(Failed(**RefusedError("a name that no store takes").as_data))
+
+    monkeypatch.setattr(RemoteSession, "start_scrub", refused)
+    thread.until(lambda: thread.proven == 1 and thread.problems)
+    (text,) = thread.problems
+    assert text.startswith(f"remote-object-unreadable: nas: _ckptd/commits/{TAG}~g1~zero.json cannot be read")
+    monkeypatch.undo()
+    monkeypatch.setattr(scrubbing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(scrubbing, "RECHECK_SECONDS", 0.2)
+    thread.until(lambda: thread.proven == 2 and not thread.problems)
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
