@@ -353,3 +353,14 @@ def test_what_is_beside_the_commits_is_compared_once_a_day(beside: Beside) -> No
     assert not beside.kept.is_due()
     os.utime(folder / "remote.json", (2**31, 2**31))  # a clock that was set back
     assert beside.kept.is_due()
+
+
+def test_verify_repairs_what_is_beside_the_commits(beside: Beside) -> None:
+    cut(beside.of("pins"))
+    empty(beside.of("retired"))
+    assert [row.outcome for row in beside.node.scene.repair(dry_run=True).rows] == ["planned", "planned"]
+    done = beside.node.scene.repair()
+    assert {outcome for _, outcome, _ in outcomes(done)} == {"repaired"}
+    assert done.exit_code() == 0
+    assert beside.node.documents() == beside.before
+    assert {line["tag"] for line in beside.node.scene.audit()} == {TAG, "old"}
