@@ -101,7 +101,7 @@ def list_remote(remote: RemoteInventory, now: datetime) -> RemoteListing:
     late: dict[Stem, list[Commit]] = {}
     for view in seen.supplements:
         late.setdefault(stem_of(view.commit), []).append(view.commit)
-    pinned = pinned_tags(seen.decisions)
+    pinned = pinned_tags((*seen.damaged_pins, *seen.decisions))
     rows = []
     for (branch, step, save_seq, tag, generation), views in sorted(saves.items(), key=lambda row: row[0]):
         commit = views[-1].commit

@@ -33,7 +33,7 @@ from ckptd.recover.execute import one_at_a_time
 from ckptd.recover.files import FileRepairer, LocalFiles, drop_fetched, is_same_file, opened_save_dir
 from ckptd.recover.recovery import reserve_bytes
 from ckptd.storage.local.state_dir import REPAIR_UPLOADS
-from ckptd.storage.remote.kept import SOURCE, KeptDocuments, audited, heal_beside, heal_documents
+from ckptd.storage.remote.kept import SOURCE, KeptDocuments, audited, heal_documents, heal_side_documents
 from ckptd.storage.remote.observe import live_commits, read_remote
 from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
 from ckptd.storage.stores.rate_limit import RateLimiter
@@ -280,7 +280,7 @@ class Repair:
     # --- documents -------------------------------------------------------------------------------------
 
     def _mend_documents(self) -> None:
-        """Write again what this node kept of COMMITs and manifests; what was mended is read anew."""
+        """Write documents again from what this node kept of them; what was mended is read anew."""
         state_dir, is_dry = self._unfinished.state_dir, self._wanted.dry_run
         for number, remote in enumerate(self._remotes):
             if state_dir is None or remote.name not in self._wanted.targets:
@@ -296,9 +296,9 @@ class Repair:
                     self._say(f"{remote.name}: the documents of {where[0]} are not repaired: {error}")
             if self._wanted.tag is None:
                 try:
-                    repaired += heal_beside(kept, remote.store, dry_run=is_dry)
+                    repaired += heal_side_documents(kept, remote.store, dry_run=is_dry)
                 except CkptdError as error:
-                    self._say(f"{remote.name}: what is beside its COMMITs is not repaired: {error}")
+                    self._say(f"{remote.name}: its side documents are not repaired: {error}")
             if repaired and not is_dry:
                 audited(state_dir, remote.name, repaired)
                 seen = read_remote(remote.store, is_tolerant=True)

@@ -22,7 +22,7 @@ from ckptd.base.names import IDENTITY_KEY
 from ckptd.core.model import manifest as documents_of
 from ckptd.core.model.manifest import RemoteIdentity, to_bytes
 from ckptd.core.policy.remote import keep_remote
-from ckptd.storage.remote import commit, documents, observe
+from ckptd.storage.remote import commit, documents
 from ckptd.storage.remote import documents as look
 from ckptd.storage.remote.observe import live_commits
 from ckptd.storage.remote.transfer import Carried, Transfer
@@ -463,7 +463,6 @@ def staged() -> Iterator[None]:
         mock.patch.object(commit, "open_root", lambda _path: os.dup(_NOWHERE)),
         mock.patch.object(commit, "now_utc", now),
         mock.patch.object(documents, "parse", parse),
-        mock.patch.object(observe, "parse", parse),
     ]
     for patch in patches:
         patch.start()

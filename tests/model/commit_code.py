@@ -21,7 +21,7 @@ from ckptd.core.model.save import SaveWindow, SealedFile, SealedSave, Writer
 from ckptd.daemon.state.remote_sync import unread_manifests
 from ckptd.daemon.uploads.session import commits_of
 from ckptd.errors import SourceChanged, TargetExists, VerifyError
-from ckptd.storage.remote import commit, deletion, documents, observe
+from ckptd.storage.remote import commit, deletion, documents
 from ckptd.storage.remote.messages import UploadFile, UploadRequest
 from ckptd.storage.remote.transfer import Carried, Transfer
 from ckptd.storage.stores.base import ObjectInfo
@@ -310,7 +310,6 @@ def stepwise(*, is_pointing: bool) -> Iterator[None]:
         mock.patch.object(commit, "open_root", lambda _path: os.open("/", os.O_PATH)),
         mock.patch.object(commit, "now_utc", lambda: "2026-01-01T00:00:00+00:00"),
         mock.patch.object(documents, "parse", lru_cache(maxsize=None)(documents_of.parse)),
-        mock.patch.object(observe, "parse", lru_cache(maxsize=None)(documents_of.parse)),
     ]
     if not is_pointing:
         patches += [mock.patch.object(commit, "point", point), mock.patch.object(deletion, "point", point)]

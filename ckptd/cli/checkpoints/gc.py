@@ -209,7 +209,8 @@ def _pins(where: Where, state_dir: Path | None) -> frozenset[str]:
             raise
         print_note(f"going by the pins that are known here: {error.message}")
         inventories = []
-    known = {(d.kind, d.tag, d.serial): d for s in inventories for d in s.observation.decisions}
+    seen = [s.observation for s in inventories]
+    known = {(d.kind, d.tag, d.serial): d for s in seen for d in (*s.damaged_pins, *s.decisions)}
     known |= {(d.kind, d.tag, d.serial): d for d in decisions}
     return pinned_tags(sorted(known.values(), key=lambda d: d.serial))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
-from ckptd.base.names import ROOT, decode_name, encode_name
+from ckptd.base.names import decode_name, encode_name, name_problem, shown
 from ckptd.core.model.manifest import Document, Many, parse, side_key
 from ckptd.errors import DocumentDamaged
 
@@ -15,16 +15,13 @@ PINS = ("pin", "unpin")
 """One subject for each tag: of these words the newest counts. All others add to what was said before."""
 
 
-Kind = Literal["pin", "unpin", "accept", "adopt", "first-start"]
-
-
 class Decision(Document):
     """Record a decision of a person. The newest `serial` of a subject counts.
 
     `unpin` is `ckptd pin --remove`, `adopt` is `ckptd accept --existing`: remotes keep the older words.
     """
 
-    kind: Kind
+    kind: Literal["pin", "unpin", "accept", "adopt", "first-start"]
     tag: str
     """`*` = every checkpoint found at the first start (adopt)."""
     fingerprints: Many[tuple[str, str]] = ()
@@ -42,25 +39,37 @@ class Decision(Document):
     serial: int = 0
 
 
-def folder_of(kind: Kind) -> Literal["pins", "decisions"]:
-    """Return the folder of such decisions in a remote."""
-    return "pins" if kind in PINS else "decisions"
+def decision_file(decision: Decision) -> str:
+    """Return the name of its file: here and in a remote, kind, tag and serial."""
+    return f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}.json"
 
 
-def key_of(decision: Decision) -> str:
+def decision_key(decision: Decision) -> str:
     """Return its key in a remote."""
-    name = f"{decision.kind}~{encode_name(decision.tag)}~{decision.serial}"
-    return side_key(folder_of(decision.kind), name)
+    folder: Literal["pins", "decisions"] = "pins" if decision.kind in PINS else "decisions"
+    return side_key(folder, decision_file(decision).removesuffix(".json"))
 
 
-def named_in(key: str) -> Decision | None:
-    """Return what a key in a remote tells: kind, tag and serial, all that counts of a pin or unpin."""
-    folder, _, name = key.rpartition("/")
-    parts = name.removesuffix(".json").split("~")
-    if len(parts) != 3 or parts[0] not in get_args(Kind) or not parts[2].isdecimal():
+def named_pin(file: str) -> Decision | None:
+    """Return the pin of a file that cannot be read, by its name; None: the file is of another decision."""
+    kind, _, rest = file.removesuffix(".json").partition("~")
+    encoded, _, serial = rest.rpartition("~")
+    tag = decode_name(encoded)
+    if kind != "pin" or name_problem(tag) is not None:
         return None
-    found = Decision(kind=parts[0], tag=decode_name(parts[1]), serial=int(parts[2]))  # type: ignore[arg-type]
-    return found if folder == f"{ROOT}/{folder_of(found.kind)}" else None
+    return Decision(kind="pin", tag=tag, serial=int(serial) if serial.isdecimal() and len(serial) < 30 else 0)
+
+
+def check_key(decision: Decision, key: str) -> Decision:
+    """Return a decision that lies under its own key.
+
+    Raises:
+        DocumentDamaged: it is another than the key says.
+    """
+    if decision_key(decision) != key:
+        msg = f"{shown(key)} is a decision on {decision.tag}, serial {decision.serial}, unlike its name"
+        raise DocumentDamaged(msg, hint="it was edited, or it rots")
+    return decision
 
 
 def parse_decision(data: bytes, key: str) -> Decision:
@@ -69,19 +78,7 @@ def parse_decision(data: bytes, key: str) -> Decision:
     Raises:
         DocumentDamaged: it is none, or another than its key says. RefusedError: of a newer major of ckptd.
     """
-    return checked(parse(Decision, data, key), key)
-
-
-def checked(decision: Decision, key: str) -> Decision:
-    """Return a decision that lies under its own key.
-
-    Raises:
-        DocumentDamaged: it is another than the key says.
-    """
-    if key_of(decision) != key:
-        msg = f"{key} is a decision on {decision.tag}, serial {decision.serial}: not what its name says"
-        raise DocumentDamaged(msg, hint="it was edited, or it rots")
-    return decision
+    return check_key(parse(Decision, data, key), key)
 
 
 def newest_decisions(decisions: Iterable[Decision]) -> dict[str, Decision]:

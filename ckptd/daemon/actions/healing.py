@@ -79,7 +79,7 @@ class Healer:
         """Begin the next repair, or end the one under way where something else begins."""
         self._save_dir_fd = save_dir_fd
         for name, keys in self._scrubber.take_repaired():
-            self._tell(name, tag_of_key(keys[0]), [(key, SOURCE) for key in keys])
+            self._tell(name, [(key, SOURCE) for key in keys])
         if self._under_way is not None:
             # what it puts into the folder looks like a save in flight
             if not is_wanted or self._scrubber.is_disturbed(by_all_but=self._under_way.tag):
@@ -140,17 +140,17 @@ class Healer:
         self._end(fault)
         fixed = [(row.key, row.source) for row in rows if row.left is None and row.source is not None]
         if fixed:
-            self._tell(fault.place or "this node", fault.view.commit.tag, fixed)
+            self._tell(fault.place or "this node", fixed, fault.view.commit.tag)
         left = next((row.left for row in rows if row.left is not None), None)
         if left is None and not rows:
             left = "nothing that may be repaired was found"
         self._note(fault, left)
 
-    def _tell(self, where: str, tag: str, fixed: Sequence[tuple[str, str]]) -> None:
-        """Log each (file, source) and tell of the first."""
+    def _tell(self, where: str, fixed: Sequence[tuple[str, str]], tag: str | None = None) -> None:
+        """Log each (file, source), of a document the tag that it speaks of, and tell of the first."""
         texts = [f"{where}: {key} was damaged and is repaired from {source}" for key, source in fixed]
-        for text in texts:
-            log.warning("%s", text, extra=line_fields("repair", tag))
+        for (key, _), text in zip(fixed, texts, strict=True):
+            log.warning("%s", text, extra=line_fields("repair", tag_of_key(key) if tag is None else tag))
         more = f" (and {len(fixed) - 1} more)" if len(fixed) > 1 else ""
         step = f"a disk that rots may be failing; {command_for(self._config, 'logs')}"
         self._state.problems.put(

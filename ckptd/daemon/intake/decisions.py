@@ -16,16 +16,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptd.base import files, names
-from ckptd.base.names import decode_name
+from ckptd.base import files
 from ckptd.base.owned_dirs import list_dir, opened_ours
 from ckptd.core.model import manifest as mf
-from ckptd.core.model.decision import PINS, Decision, lacking, newest_decisions, pinned_tags
+from ckptd.core.model.decision import (
+    PINS,
+    Decision,
+    decision_file,
+    lacking,
+    named_pin,
+    newest_decisions,
+    pinned_tags,
+)
 from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteNotOurs, RemoteUnreachable
 from ckptd.storage.remote import messages as m
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
     from ckptd.daemon.state.state import JobState
@@ -95,27 +102,17 @@ def _read(
                     unread[name] = error
                 if known is not None and name in known:
                     read[name] = known[name]
-                elif (pin := _named_pin(name)) is not None:
+                elif (pin := named_pin(name)) is not None:
                     named[name] = pin
     return _Own(read=read, named=named, unread=unread)
 
 
-def _named_pin(name: str) -> Decision | None:
-    """Parse the decision from the name of a pin's file; None: the file is of another decision."""
-    kind, _, rest = name.removesuffix(".json").partition("~")
-    tag, _, serial = rest.rpartition("~")
-    if kind != "pin" or not tag:
-        return None
-    return Decision(kind="pin", tag=decode_name(tag), serial=int(serial) if serial.isdecimal() else 0)
-
-
 def write_decision(state_dir: Path, decision: Decision) -> None:
     """Put a decision into the state directory, durable when it returns."""
-    name = f"{decision.kind}~{names.encode_name(decision.tag)}~{decision.serial}.json"
     with opened_ours(state_dir) as state_fd:
         os.close(files.open_dir_beneath(state_fd, DECISIONS, create_mode=0o777, is_durable=True))
         with files.opened_dir(DECISIONS, state_fd) as fd:
-            files.write_atomic(fd, name, mf.to_bytes(decision))
+            files.write_atomic(fd, decision_file(decision), mf.to_bytes(decision))
 
 
 def _is_to_publish(decision: Decision) -> bool:
@@ -133,17 +130,21 @@ class Decisions:
         self._state_dir = state_dir
         self._kept = newest_decisions(journal.decisions())
         self._own = _Own(read={}, named={}, unread={})
+        self._damaged: tuple[Decision, ...] = ()
         self._read_as_of_ns: int | None = None
 
-    def refresh(self, seen: list[Decision]) -> bool:
+    def refresh(self, seen: list[Decision], damaged: Sequence[Decision] = ()) -> bool:
         """Read own files again, beside what remotes showed; whether anything changed.
+
+        `damaged`: pins in remotes that cannot be read, as their names tell.
 
         Raises:
             OSError: own files cannot be listed.
         """
         self._keep(seen)
         self._read_own()
-        every = [*self._own.named.values(), *seen, *self._own.read.values()]
+        self._damaged = tuple(damaged)
+        every = [*damaged, *self._own.named.values(), *seen, *self._own.read.values()]
         known = {(d.kind, d.tag, d.serial): d for d in every}
         before, self.known = self.known, tuple(sorted(known.values(), key=lambda d: d.serial))
         return self.known != before
@@ -194,11 +195,12 @@ class Decisions:
         directory. A decision that permits a deletion (adopt, accept) is published only where it was made.
         """
         pins = self.pins
-        newest = newest_decisions([*self._kept.values(), *self.known]).values()
+        # a name does not say who pinned it, and when
+        by_name = (*self._own.named.values(), *self._damaged)
+        read = (word for word in self.known if word not in by_name)
+        newest = newest_decisions([*self._kept.values(), *read]).values()
         # an unpin that the journal alone has ends no pin, there either
         words = [word for word in newest if (word.kind == "pin") == (word.tag in pins)]
-        # a name does not say who pinned it, and when
-        words = [word for word in words if word not in self._own.named.values()]
         return (*words, *(d for d in self._own.read.values() if d.kind not in PINS and _is_to_publish(d)))
 
     def _pins(self, known: tuple[Decision, ...]) -> frozenset[str]:
@@ -259,7 +261,7 @@ class DecisionPublisher:
             published, seen = self._published.setdefault(name, _Published()), session.observation
             if seen is None:
                 continue  # nothing is retired from it either
-            if (basis := (words, seen.decisions)) != published.basis:
+            if (basis := (words, (*seen.decisions, *seen.damaged_pins))) != published.basis:
                 published.basis, published.lacks = basis, lacking(*basis)
             if not published.lacks:
                 self._state.deletions.set_undecided(name, is_undecided=False)

@@ -113,7 +113,9 @@ class KnownSaves:
             if session.observation is not None
         }
         self._state.deletions.note_observed(seen)
-        has_news = self._decisions.refresh([d for one in seen.values() for d in one.decisions])
+        decided = [d for one in seen.values() for d in one.decisions]
+        damaged = [d for one in seen.values() for d in one.damaged_pins]
+        has_news = self._decisions.refresh(decided, damaged)
         self._publisher.turn(self._decisions.words)
         return has_news
 

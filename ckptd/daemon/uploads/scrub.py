@@ -21,7 +21,6 @@ from ckptd.core.model.generation import order_of
 from ckptd.core.model.heartbeat import MOST_DAMAGED
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState
 from ckptd.core.policy.view import HERE
-from ckptd.errors import DocumentDamaged, NoSpaceError, RemoteError
 from ckptd.storage.remote import messages as m
 from ckptd.storage.remote.messages import BadCopy, Scrub, Scrubbed
 from ckptd.storage.remote.observe import live_commits
@@ -276,9 +275,6 @@ class Scrubber:
             elif isinstance(answer, m.Failed) and answer.error != "SourceChanged":
                 log.warning("scrub of %s: %s", _named(place), answer.message)
                 self._credit[place] = 0.0
-                if not isinstance(answer.raised, RemoteError | DocumentDamaged | NoSpaceError):
-                    # of this COMMIT alone: the others are read
-                    self._scrubbed(place, view, order, Scrubbed(unread=order.only or (view.key,)))
 
         session.start_scrub(order, done)
 

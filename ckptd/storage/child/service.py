@@ -24,11 +24,11 @@ from ckptd.storage.remote.heartbeats import Heartbeats, remove_stale_temporaries
 from ckptd.storage.remote.kept import (
     KeptDocuments,
     audited,
-    heal_beside,
     heal_commits,
     heal_identity,
-    keep_beside,
+    heal_side_documents,
     keep_documents,
+    keep_side_documents,
 )
 from ckptd.storage.remote.messages import (
     Alive,
@@ -115,6 +115,7 @@ class Service:
         self._beats: Heartbeats | None = None
         self._claimed: dict[str, str] = {}  # the run of a claim → the run under which it was accepted
         self._is_tidied = False
+        self._kept: KeptDocuments | None = None
 
     def expect(self, settings: RemoteSettings) -> None:
         """Note that an order to attach was read: what is read after it means that remote, whichever thread is
@@ -136,8 +137,8 @@ class Service:
         try:
             answer = self._answer(order_id, order)
         except CkptdError as error:
-            if isinstance(error, RemoteError | DocumentDamaged):
-                # the mount may be another one by now, or its identity rots: the next order proves it again
+            if isinstance(error, RemoteError):
+                # the mount may be another one by now: the next order proves it again
                 self._remote = None
             answer = Failed(**error.as_data)
         except OSError as error:
@@ -207,10 +208,12 @@ class Service:
         # without scrub as well what is kept of COMMITs that were deleted is forgotten
         is_dry = not settings.is_scrubbed
         repaired = heal_commits(attached.kept, attached.store, seen, dry_run=is_dry)
-        with suppress(CkptdError):  # of a remote that may only be read
-            repaired += heal_beside(attached.kept, attached.store, seen.damaged, dry_run=is_dry)
-            keep_beside(attached.kept, attached.store, seen)
-        return () if is_dry else audited(Path(settings.state_dir), settings.name, repaired)
+        if is_dry:
+            return ()
+        with suppress(CkptdError):
+            repaired += heal_side_documents(attached.kept, attached.store, seen.damaged)
+            keep_side_documents(attached.kept, attached.store, seen)
+        return audited(Path(settings.state_dir), settings.name, repaired)
 
     def _claim(self, attached: AttachedRemote, order: ClaimRun) -> Claimed:
         def beat(run_id: str) -> None:
@@ -269,20 +272,36 @@ class Service:
         try:
             found = attach(store, settings)
         except DocumentDamaged:
-            if not _is_identity_healed(store, settings):
+            if not self._is_identity_healed(store, settings):
                 raise
             found = attach(store, settings)
         self._tidy(store)
         self._settings = known(settings, found)
-        state_dir = settings.state_dir
         self._remote = AttachedRemote(
             store=store,
             abilities=found.abilities,
             identity=found.identity,
             documents=self._documents,
-            kept=KeptDocuments(Path(state_dir), found.identity.remote_id) if state_dir else None,
+            kept=self._kept_of(found.identity.remote_id),
         )
         return found
+
+    def _kept_of(self, remote_id: str) -> KeptDocuments | None:
+        """Return what this node keeps of a remote: the same object each time it is attached."""
+        state_dir = self._settings.state_dir if self._settings else ""
+        if not state_dir:
+            return None
+        if self._kept is None or self._kept.remote_id != remote_id:
+            self._kept = KeptDocuments(Path(state_dir), remote_id)
+        return self._kept
+
+    def _is_identity_healed(self, store: Store, settings: RemoteSettings) -> bool:
+        """Write `remote.json` again where that may be done; tell whether it was."""
+        kept = self._kept_of(settings.remote_id) if settings.remote_id and settings.is_scrubbed else None
+        if kept is not None:
+            with suppress(CkptdError):  # of a remote that may only be read
+                return bool(audited(Path(settings.state_dir), settings.name, heal_identity(kept, store)))
+        return False
 
     def _tidy(self, store: Store) -> None:
         """Remove what an earlier process of this node left, once; failing keeps nobody from attaching."""
@@ -373,15 +392,6 @@ class _Reporter:
     def _send(self, event: TransferProgress | ObjectDone | Planned | Alive) -> None:
         self._at = time.monotonic()
         self._emit(self._id, event)
-
-
-def _is_identity_healed(store: Store, settings: RemoteSettings) -> bool:
-    """Write `remote.json` again where that may be done; tell whether it was."""
-    if not (settings.remote_id and settings.state_dir and settings.is_scrubbed):
-        return False
-    state_dir = Path(settings.state_dir)
-    repaired = heal_identity(KeptDocuments(state_dir, settings.remote_id), store)
-    return bool(audited(state_dir, settings.name, repaired))
 
 
 def _note(attached: AttachedRemote, order: Request) -> None:

@@ -123,7 +123,7 @@ def _entomb(
     if not store.put_if_absent(key, to_bytes(stone)):
         _entomb(attached, order, where, commit, manifests)
     elif attached.kept is not None:
-        attached.kept.keep_beside(key, to_bytes(stone))
+        attached.kept.keep_side_document(key, to_bytes(stone))
 
 
 def _protected(attached: AttachedRemote, order: DeleteCommit, commit: CommitView) -> None:

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.base.names import IDENTITY_KEY, ROOT
-from ckptd.core.model.decision import PINS, Decision, checked, named_in
+from ckptd.base.names import IDENTITY_KEY, ROOT, decode_name
+from ckptd.core.model.decision import Decision, check_key, named_pin
 from ckptd.core.model.generation import KnownManifest
 from ckptd.core.model.manifest import (
     AnyDocument,
@@ -82,6 +82,7 @@ class Documents:
     disputed: set[Stem] = field(default_factory=set)
     decisions: list[Decision] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    damaged_pins: list[Decision] = field(default_factory=list)
     unreadable: set[Stem] = field(default_factory=set)
     """COMMITs among them: what they commit is not known, and their generations are taken."""
     supplements: list[CommitView] = field(default_factory=list)
@@ -113,9 +114,10 @@ def stem_of_key(key: str) -> Stem | None:
 
 def tag_of_key(key: str) -> str:
     """Return the tag that the key of a document speaks of; "": of none."""
-    decision, where = named_in(key), supplement_of(key) or stem_of_key(key)
-    if decision is not None:
-        return decision.tag
+    parts = key.split("/")
+    if parts[1:2] in (["pins"], ["decisions"]):
+        return decode_name(parts[-1].split("~")[1]) if parts[-1].count("~") == 2 else ""
+    where = supplement_of(key) or stem_of_key(key)
     return where[0] if where is not None else ""
 
 
@@ -246,19 +248,18 @@ def read_stones(
 
 
 def read_decisions(store: Store, found: Documents, cache: DocumentCache | None = None) -> None:
-    """Add every decision and pin, in order of serial; a damaged pin counts by its name, as tombstones do."""
+    """Add every decision and pin, in order of serial, and what the names of damaged pins tell."""
     cache = DocumentCache() if cache is None else cache
     for folder in ("decisions", "pins"):
         for info in found.listing.below(f"{ROOT}/{folder}/"):
             try:
                 read = cache.get(store, info, Decision)
-                decision = None if read is None else checked(read[0], info.key)
+                if read is not None:
+                    found.decisions.append(check_key(read[0], info.key))
             except found.skip as error:
                 found.damaged.append(error.message)
-                named = named_in(info.key)
-                decision = named if named is not None and named.kind in PINS else None
-            if decision is not None:
-                found.decisions.append(decision)
+                pin = named_pin(info.key.rpartition("/")[2])
+                found.damaged_pins += [pin] if pin is not None else []
     found.decisions.sort(key=lambda d: (d.serial, d.kind, d.tag))
 
 

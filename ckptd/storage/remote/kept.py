@@ -1,8 +1,9 @@
 """Keep a remote's documents on this node, and write those again that rot or are lost there.
 
 COMMITs, SUPPLEMENTs and manifests are created once and never changed, so the bytes that were read back then,
-proven by their SHA-256, are the only ones that may ever lie under their keys (docs/adr/0221). So it is with
-`remote.json`, decisions, rows of runs and tombstones, which nothing else proves.
+proven by their SHA-256, are the only ones that may ever lie under their keys (docs/adr/0221). So are side
+documents: decisions, rows of runs and tombstones. `remote.json`, which a takeover writes anew, is one of them
+as long as it names the remote.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from ckptd.base import files
 from ckptd.base.identity import Model
 from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
 from ckptd.base.owned_dirs import list_dir, opened_ours
-from ckptd.core.model.decision import key_of, parse_decision
+from ckptd.core.model.decision import decision_key, parse_decision
 from ckptd.core.model.generation import build_commit, objects_of
 from ckptd.core.model.manifest import (
     Commit,
@@ -37,7 +39,7 @@ from ckptd.core.model.manifest import (
 )
 from ckptd.core.model.runs import RUNS, Row
 from ckptd.core.policy.leases import numbered
-from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteError
+from ckptd.errors import CkptdError, DamagedError, RefusedError, RemoteError, RemoteUnreachable
 from ckptd.observe.audit import Audit
 from ckptd.storage.remote.documents import (
     FEW,
@@ -62,12 +64,12 @@ _FOLDER = "documents"
 _DIGITS = 8
 """Count of hex digits of a COMMIT's digest in a file's name: names of 255 bytes have room for no more."""
 _LIMIT_BYTES = 1 << 30
-_BESIDE = ("pins", "decisions", "runs", "retired")
-"""Folders of documents that are created once beside the COMMITs."""
+_SIDE_FOLDERS = ("pins", "decisions", "runs", "retired")
 _RETIRED = f"{ROOT}/retired/"
 _AGAIN_SECONDS = 86400.0
-_PROOFS = 8
-"""So many COMMITs are looked for where the identity of a remote cannot be read."""
+"""Between two comparisons of all side documents."""
+_REMOTE_ID = re.compile(rb'"remote_id"\s*:\s*"([^"]*)"')
+_TAKEN_OVER = b"taken_from"
 SOURCE = "what this node kept"
 """Words that name the source of a repaired document."""
 
@@ -94,14 +96,16 @@ class _Kept(Model):
 class KeptDocuments:
     """Those of one remote in a job's state directory: `documents/<remote_id>/<stem>~<digest>.json`.
 
-    What is beside the COMMITs lies there by its key below `_ckptd/`, each document in a file of its own.
+    A side document lies there by its key below `_ckptd/`, in a file of its own.
     """
 
     def __init__(self, state_dir: Path, remote_id: str) -> None:
+        self.remote_id = remote_id
         self._state_dir = state_dir
         self._folder = f"{_FOLDER}/{encode_name(remote_id)}"
         self._names: dict[Stem, str] | None = None
-        self._keys: set[str] | None = None
+        self._side_keys: set[str] | None = None
+        self._compared_at: float | None = None
 
     def names(self) -> dict[Stem, str]:
         """Return the first digits of each COMMIT's digest."""
@@ -140,53 +144,44 @@ class KeptDocuments:
                 files.remove_file(fd, self._name(where))
             del self.names()[where]
 
-    # --- beside the COMMITs ----------------------------------------------------------------------------
+    # --- side documents --------------------------------------------------------------------------------
 
-    def keys_beside(self) -> set[str]:
-        """Return the keys of what is kept beside the COMMITs."""
-        if self._keys is None:
-            self._keys = set()
-            for folder in ("", *_BESIDE):
+    def side_keys(self) -> set[str]:
+        """Return the keys of the side documents that are kept."""
+        if self._side_keys is None:
+            self._side_keys = set()
+            for folder in ("", *_SIDE_FOLDERS):
                 with contextlib.suppress(OSError, RefusedError), self._opened(folder) as fd:
-                    names = [name for name in list_dir(fd) if folder or name == IDENTITY_KEY.split("/")[1]]
-                    self._keys |= {"/".join(filter(None, (ROOT, folder, name))) for name in names}
-        return self._keys
+                    keys = {"/".join(filter(None, (ROOT, folder, name))) for name in list_dir(fd)}
+                    self._side_keys |= keys if folder else keys & {IDENTITY_KEY}
+        return self._side_keys
 
-    def beside(self, key: str) -> KeptDocument | None:
-        """Return such a document where it is whole."""
+    def side_document(self, key: str) -> KeptDocument | None:
+        """Return a side document where it is whole."""
         folder, name = _parts(key)
         with contextlib.suppress(OSError, RefusedError, ValidationError), self._opened(folder) as fd:
             found = KeptDocument.model_validate_json(files.read_beneath(fd, name, limit_bytes=_LIMIT_BYTES))
             return found if found.key == key and sha256_of(found.data) == found.sha256 else None
         return None
 
-    def keep_beside(self, key: str, data: bytes) -> None:
-        """Keep such a document; a disk that is full keeps nobody from anything else."""
+    def keep_side_document(self, key: str, data: bytes) -> None:
+        """Keep a side document; where the disk is full it is kept at the next comparison."""
         folder, name = _parts(key)
         one = KeptDocument(key=key, sha256=sha256_of(data), text=data.decode())
+        self.side_keys().add(key)
         try:
             with self._opened(folder, create_mode=0o755) as fd:
                 files.write_atomic(fd, name, one.model_dump_json().encode())
         except (OSError, RefusedError) as error:
             log.warning("%s is not kept on this node: %s", key, error)
-        else:
-            self.keys_beside().add(key)
 
-    def is_due(self) -> bool:
-        """Tell whether what is beside the COMMITs was last compared a day ago, which the time of
-        `remote.json` says.
-        """
-        folder, name = _parts(IDENTITY_KEY)
-        with contextlib.suppress(OSError, RefusedError), self._opened(folder) as fd:
-            status = files.stat_beneath(fd, name)
-            return status is None or not 0 <= time.time() - status.st_mtime < _AGAIN_SECONDS
-        return True
+    def is_comparison_due(self) -> bool:
+        """Tell whether a day has passed since the side documents were compared in this process."""
+        return self._compared_at is None or time.monotonic() - self._compared_at >= _AGAIN_SECONDS
 
-    def note_compared(self) -> None:
-        """Note that what is beside the COMMITs was compared now."""
-        one = self.beside(IDENTITY_KEY)
-        if one is not None:
-            self.keep_beside(one.key, one.data)
+    def note_comparison(self) -> None:
+        """Note that the side documents were compared now."""
+        self._compared_at = time.monotonic()
 
     @contextlib.contextmanager
     def _opened(self, below: str = "", create_mode: int | None = None) -> Iterator[int]:
@@ -203,7 +198,7 @@ class KeptDocuments:
 
 
 def _parts(key: str) -> tuple[str, str]:
-    """Return the folder below `_ckptd/`, "" for none, and the name of a document beside the COMMITs."""
+    """Return the folder below `_ckptd/`, "" for none, and the name of a side document."""
     folder, _, name = key.removeprefix(f"{ROOT}/").rpartition("/")
     return folder, name
 
@@ -275,7 +270,7 @@ class RepairedDocument:
     key: str
     bytes: int
     where: Stem
-    """Of what is beside the COMMITs the tag, where it has one."""
+    """Of a side document the tag that it speaks of, else "", and 0 and ""; of a tombstone as of a COMMIT."""
     commits: tuple[tuple[str, str], ...] = ()
     """Key and digest of the COMMIT that it belongs to."""
     damage: str
@@ -404,64 +399,81 @@ def _write(store: Store, one: KeptDocument, *, is_gone: bool) -> None:
         raise RemoteError(msg, hint="the store lies or another writer is at work; see `ckptd check`")
 
 
-# --- what is beside the COMMITs --------------------------------------------------------------------------
+# --- side documents --------------------------------------------------------------------------------------
 
 
-def keep_beside(kept: KeptDocuments, store: Store, seen: Observation) -> None:
+def keep_side_documents(kept: KeptDocuments, store: Store, seen: Observation) -> None:
     """Keep `remote.json`, and the decisions and rows of runs that a look read and were not kept before.
 
-    Tombstones, of which a look tells the names alone, are kept by who makes them.
+    Tombstones, of which a look tells the names alone, are kept by the daemon that makes them.
     """
-    keys = {key_of(decision) for decision in seen.decisions}
+    keys = {decision_key(decision) for decision in seen.decisions}
     keys |= {numbered(RUNS, row.number) for row in seen.rows}
-    for key in sorted((keys | {IDENTITY_KEY}) - kept.keys_beside()):
+    for key in sorted((keys | {IDENTITY_KEY}) - kept.side_keys()):
         data = _read(store, key)
-        if data and _is_readable(key, data):
-            kept.keep_beside(key, data)
+        if data and _is_readable(kept, key, data):
+            kept.keep_side_document(key, data)
 
 
-def heal_beside(
+def heal_side_documents(
     kept: KeptDocuments, store: Store, damaged: Sequence[str] | None = None, *, dry_run: bool = False
 ) -> list[RepairedDocument]:
-    """Write again what is kept beside the COMMITs and cannot be read, byte for byte.
+    """Write the side documents that cannot be read again, byte for byte, from what is kept of them.
 
     A tombstone was kept by who made it, and may be no other; another document that can be read may be one
     that this node does not know. What is gone was removed. `damaged`: reasons that name those to look at.
+    What the store refuses is logged and left.
 
     Raises:
-        RemoteError: the store refuses, or does not give back what was written.
+        RemoteUnreachable: the remote does not answer.
     """
     repaired = []
-    for key in sorted(kept.keys_beside() - {IDENTITY_KEY}):
+    for key in sorted(kept.side_keys() - {IDENTITY_KEY}):
         if damaged is not None and not any(key in reason for reason in damaged):
             continue
-        one, data = kept.beside(key), _read(store, key)
-        if one is None or data in (None, one.data):
-            continue
-        if key.startswith(_RETIRED) or not _is_readable(key, data or b""):
-            repaired.append(_rewritten(store, one, dry_run=dry_run))
+        try:
+            repaired += _heal_side_document(kept, store, key, dry_run=dry_run)
+        except RemoteUnreachable:
+            if not repaired:
+                raise
+            break
+        except CkptdError as error:
+            log.warning("%s is not repaired: %s", key, error.message)
     return repaired
 
 
-def heal_identity(kept: KeptDocuments, store: Store) -> list[RepairedDocument]:
-    """Write `remote.json` again where it cannot be read, and a COMMIT that this node kept lies beside it.
+def _heal_side_document(
+    kept: KeptDocuments, store: Store, key: str, *, dry_run: bool
+) -> list[RepairedDocument]:
+    one, data = kept.side_document(key), _read(store, key)
+    if data is None or (one is not None and data == one.data):
+        return []
+    is_readable = _is_readable(kept, key, data)
+    if one is None:
+        if is_readable:  # the copy here rots, or the disk was full
+            kept.keep_side_document(key, data)
+        return []
+    return [_rewritten(store, one, dry_run=dry_run)] if key.startswith(_RETIRED) or not is_readable else []
 
-    Such a COMMIT, byte for byte, shows that the place is that remote and not another that is mounted there.
+
+def heal_identity(kept: KeptDocuments, store: Store) -> list[RepairedDocument]:
+    """Write `remote.json` again where it cannot be read, and its bytes still name the remote.
+
+    So no other share that is mounted there gets it, nor a remote that was taken over.
 
     Raises:
         RemoteError: the store refuses, or does not give back what was written.
     """
-    one, data = kept.beside(IDENTITY_KEY), _read(store, IDENTITY_KEY)
-    if one is None or data is None or _is_readable(IDENTITY_KEY, data):
+    one, data = kept.side_document(IDENTITY_KEY), _read(store, IDENTITY_KEY)
+    if one is None or data is None or _is_readable(kept, IDENTITY_KEY, data):
         return []
-    documents = (document for where in sorted(kept.names())[-_PROOFS:] for document in kept.of(where))
-    commits = (document for document in documents if not document.key.startswith(NODES))
-    if not any(_read(store, commit.key) == commit.data for commit in commits):
-        return []
-    return [_rewritten(store, one)]
+    named = _REMOTE_ID.findall(data)
+    if named != [kept.remote_id.encode()] or _TAKEN_OVER in data:
+        return []  # after a takeover it names two: no one bit that turns hides both that and the word for it
+    return [_rewritten(store, one, dry_run=False)]
 
 
-def _rewritten(store: Store, one: KeptDocument, *, dry_run: bool = False) -> RepairedDocument:
+def _rewritten(store: Store, one: KeptDocument, *, dry_run: bool) -> RepairedDocument:
     if not dry_run:
         _write(store, one, is_gone=False)
     where = stem_of_key(one.key) if one.key.startswith(_RETIRED) else (tag_of_key(one.key), 0, "")
@@ -470,17 +482,17 @@ def _rewritten(store: Store, one: KeptDocument, *, dry_run: bool = False) -> Rep
     )
 
 
-def _is_readable(key: str, data: bytes) -> bool:
+def _is_readable(kept: KeptDocuments, key: str, data: bytes) -> bool:
     """Tell whether that is the document that its key promises, or one of a newer release."""
     try:
         if key == IDENTITY_KEY:
-            parse(RemoteIdentity, data, key)
-        elif key.startswith(RUNS):
+            return parse(RemoteIdentity, data, key).remote_id == kept.remote_id
+        if key.startswith(RUNS):
             parse(Row, data, key)
-        elif not key.startswith(_RETIRED):
-            parse_decision(data, key)
-        else:
+        elif key.startswith(_RETIRED):
             parse(Tombstone, data, key)
+        else:
+            parse_decision(data, key)
     except RefusedError:
         return True
     except DamagedError:

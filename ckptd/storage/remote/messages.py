@@ -167,6 +167,8 @@ class Observation(Model):
     """They name what the COMMITs say, as far as those could be read."""
     damaged: tuple[str, ...] = ()
     """Documents that could not be read, with the reason."""
+    damaged_pins: tuple[Decision, ...] = ()
+    """Pins among them, as their names tell: who pinned it and when is not known."""
     supplements: tuple[CommitView, ...] = ()
     retiring: tuple[tuple[str, int, str], ...] = ()
     """(tag, generation, form) with a tombstone whose removal was cut short: `DeleteCommit` finishes it."""

@@ -12,17 +12,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from ckptd.base.names import IDENTITY_KEY, ROOT
-from ckptd.core.model.decision import (
-    PINS,
-    Decision,
-    folder_of,
-    key_of,
-    lacking,
-    named_in,
-    parse_decision,
-    subject_of,
-)
+from ckptd.base.names import IDENTITY_KEY, ROOT, encode_name
+from ckptd.core.model.decision import PINS, Decision, decision_key, lacking, named_pin, parse_decision
 from ckptd.core.model.generation import choose_pointers, order_of
 from ckptd.core.model.layouts import LATEST_UNIVERSAL
 from ckptd.core.model.manifest import (
@@ -155,6 +146,7 @@ def observe(
         latest_universal=pointers[1],
         is_pointing=bool(found.damaged) or pointers == (wanted.latest, wanted.latest_universal),
         damaged=tuple(found.damaged),
+        damaged_pins=tuple(found.damaged_pins),
         supplements=tuple(found.supplements),
         free_bytes=store.free_bytes(),
         rows=rows,
@@ -329,10 +321,12 @@ def record(store: Store, decision: Decision, identity: RemoteIdentity) -> Decisi
         # an adopt is of the first starts before it: said again, it means those since
         is_new = decision.kind == "adopt"
         if not is_new and newest is not None and newest.model_copy(update=_of(decision)) == decision:
-            return newest
+            # of one that cannot be read its name does not say who decided it, and when
+            is_read = newest.by or newest.at
+            return newest if is_read else decision.model_copy(update={"serial": newest.serial})
         if newest is not None and newest.serial >= decision.serial:
             decision = decision.model_copy(update={"serial": newest.serial + 1})
-        if store.put_if_absent(key_of(decision), to_bytes(decision)):
+        if store.put_if_absent(decision_key(decision), to_bytes(decision)):
             return decision
         # another writer's, or one that cannot be read
         decision = decision.model_copy(update={"serial": decision.serial + 1})
@@ -348,7 +342,7 @@ def publish(store: Store, decision: Decision, identity: RemoteIdentity) -> None:
     for _ in range(_SERIAL_TRIES):
         if not lacking([decision], _of_subject(store, decision)):
             return
-        key, data = key_of(decision), to_bytes(decision)
+        key, data = decision_key(decision), to_bytes(decision)
         if store.put_if_absent(key, data) or decision.kind in PINS or store.get(key) == data:
             return
         decision = decision.model_copy(update={"serial": decision.serial + 1})
@@ -373,16 +367,18 @@ def _of_subject(store: Store, decision: Decision) -> list[Decision]:
     """Read the decisions in the remote on the same subject; of other decisions, and of a pin that is damaged,
     only the names are read.
     """
+    kinds = PINS if decision.kind in PINS else (decision.kind,)
     found: list[Decision] = []
-    for info in store.list(f"{ROOT}/{folder_of(decision.kind)}/"):
-        named = named_in(info.key)
-        if named is None or subject_of(named) != subject_of(decision):
+    for info in store.list(f"{decision_key(decision).rpartition('/')[0]}/"):
+        file = info.key.rpartition("/")[2]
+        kind, _, rest = file.removesuffix(".json").partition("~")
+        if kind not in kinds or rest.rpartition("~")[0] != encode_name(decision.tag):
             continue
-        data = store.get(info.key)
         try:
+            data = store.get(info.key)
             held = None if data is None else parse_decision(data, info.key)
         except DamagedError:
-            held = named if named.kind in PINS else None
+            held = named_pin(file)
         if held is not None:
             found.append(held)
     return found

@@ -34,8 +34,8 @@ from ckptd.storage.remote.documents import (
 )
 from ckptd.storage.remote.kept import (
     audited,
-    heal_beside,
     heal_documents,
+    heal_side_documents,
     is_proven,
     keep_documents,
 )
@@ -97,7 +97,7 @@ def scrub(
         return Scrubbed(is_gone=True)
     repaired: tuple[str, ...] = ()
     if order.place == "remote" and attached.kept is not None and settings is not None:
-        repaired = _beside(attached.kept, store, settings)
+        repaired = _side_documents(attached.kept, store, settings)
     read = _documents(attached, order, where)
     if order.place == "remote" and attached.kept is not None and settings is not None:
         if isinstance(read, Scrubbed) and not read.unread:
@@ -105,7 +105,13 @@ def scrub(
             read = _documents(attached, order, where)  # a second time, whether or not it was repaired
         elif isinstance(read, _Documents) and not order.after:
             keep_documents(attached.kept, store, read.commits, attached.manifests, settings.node)
-    found = read if isinstance(read, Scrubbed) else _files(attached, read, order, pacer, check, settings)
+    try:
+        found = read if isinstance(read, Scrubbed) else _files(attached, read, order, pacer, check, settings)
+    except (DamagedError, RefusedError, NotPermitted, StorageError):
+        if order.place == "here":
+            raise
+        # of this COMMIT: it is named, and the others are read
+        found = Scrubbed(unread=order.only or (order.commit_key,))
     return found.model_copy(update={"repaired": repaired})
 
 
@@ -151,15 +157,12 @@ def _repaired(kept: KeptDocuments, store: Store, where: Stem, settings: RemoteSe
     return ()
 
 
-def _beside(kept: KeptDocuments, store: Store, settings: RemoteSettings) -> tuple[str, ...]:
-    """Once a day compare what is kept beside the COMMITs: a look asks nothing that it has read before."""
-    if not kept.is_due():
+def _side_documents(kept: KeptDocuments, store: Store, settings: RemoteSettings) -> tuple[str, ...]:
+    """Compare the side documents once a day: a look asks nothing that it has read before."""
+    if not kept.is_comparison_due():
         return ()
-    repaired: tuple[str, ...] = ()
-    with contextlib.suppress(DamagedError, RefusedError, NotPermitted, StorageError):
-        repaired = audited(Path(settings.state_dir), settings.name, heal_beside(kept, store))
-        kept.note_compared()
-    return repaired
+    kept.note_comparison()
+    return audited(Path(settings.state_dir), settings.name, heal_side_documents(kept, store))
 
 
 def _files(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +13,21 @@ from ckptd.core.model.decision import Decision, pinned_tags
 from ckptd.core.model.manifest import Commit, Tombstone, parse, sha256_of, side_key, stem, to_bytes
 from ckptd.core.model.runs import RUNS, Row
 from ckptd.core.policy.leases import numbered
+from ckptd.errors import NotPermitted
+from ckptd.storage.remote.attach import take_over
 from ckptd.storage.remote.documents import ManifestCache, read_commit
 from ckptd.storage.remote.kept import (
     KeptDocuments,
     RepairedDocument,
-    heal_beside,
     heal_commits,
     heal_documents,
     heal_identity,
-    keep_beside,
+    heal_side_documents,
     keep_documents,
+    keep_side_documents,
 )
 from ckptd.storage.remote.observe import is_pinned, read_remote, record
+from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
 from tests.support.repair_scene import RepairScene, built, outcomes, scene
 from tests.support.restore_scene import TAG
@@ -216,7 +219,7 @@ def test_what_retention_deleted_is_forgotten_without_scrub_too(node: Remembered)
     assert list((node.scene.state / "documents").rglob("*.json")) == []
 
 
-# --- beside the COMMITs ----------------------------------------------------------------------------------
+# --- side documents --------------------------------------------------------------------------------------
 
 BESIDE = ("pins", "decisions", "runs", "retired", "remote.json")
 
@@ -246,8 +249,8 @@ class Beside:
         key = side_key("retired", stem("old", 1, "zero"))
         self.store.put_if_absent(key, to_bytes(stone))
         self.kept = self.node.kept()
-        self.kept.keep_beside(key, to_bytes(stone))
-        keep_beside(self.kept, self.store, read_remote(self.store))
+        self.kept.keep_side_document(key, to_bytes(stone))
+        keep_side_documents(self.kept, self.store, read_remote(self.store))
         self.before = self.node.documents()
 
     def of(self, kind: str) -> Path:
@@ -257,7 +260,7 @@ class Beside:
 
     def healed(self) -> list[RepairedDocument]:
         """What a pass of another process repairs."""
-        return heal_beside(self.node.kept(), self.store)
+        return heal_side_documents(self.node.kept(), self.store)
 
 
 @pytest.fixture
@@ -267,7 +270,7 @@ def beside(node: Remembered) -> Beside:
 
 @pytest.mark.parametrize("damage", [cut, empty, spoil])
 @pytest.mark.parametrize("kind", [kind for kind in BESIDE if kind != "remote.json"])
-def test_what_is_beside_the_commits_is_the_same_bytes_again(
+def test_a_side_document_is_the_same_bytes_again(
     beside: Beside, kind: str, damage: Callable[[Path], None]
 ) -> None:
     damage(beside.of(kind))
@@ -281,13 +284,13 @@ def test_a_look_heals_what_it_names(beside: Beside) -> None:
     for kind in ("pins", "decisions"):
         cut(beside.of(kind))
     damaged = read_remote(beside.store).damaged
-    assert not heal_beside(beside.kept, beside.store, damaged[:0])
-    assert len(heal_beside(beside.kept, beside.store, damaged[:1])) == 1
-    assert len(heal_beside(beside.kept, beside.store, damaged)) == 1
+    assert not heal_side_documents(beside.kept, beside.store, damaged[:0])
+    assert len(heal_side_documents(beside.kept, beside.store, damaged[:1])) == 1
+    assert len(heal_side_documents(beside.kept, beside.store, damaged)) == 1
     assert beside.node.documents() == beside.before
 
 
-def test_what_somebody_else_wrote_or_removed_beside_the_commits_stays(beside: Beside) -> None:
+def test_a_side_document_that_somebody_else_wrote_or_removed_stays(beside: Beside) -> None:
     """A row that can be read may be the one that this node never saw; what is gone was removed."""
     beside.of("runs").write_bytes(beside.of("runs").read_bytes().replace(b'"r"', b'"s"'))
     for kind in ("pins", "retired"):
@@ -298,16 +301,20 @@ def test_what_somebody_else_wrote_or_removed_beside_the_commits_stays(beside: Be
 
 
 def test_a_pin_that_rots_still_counts(beside: Beside) -> None:
-    """Its name says what it is of, whether it cannot be read or is another tag's by now."""
+    """Its name says what it is of, whether it cannot be read or is another tag's by now; it is no word that
+    another remote gets."""
     for damage in (
         cut,
         lambda path: path.write_bytes(path.read_bytes().replace(TAG.encode(), b"another9999")),
     ):
         damage(beside.of("pins"))
         seen = read_remote(beside.store)
-        assert pinned_tags(seen.decisions) == {TAG}
+        assert not pinned_tags(seen.decisions)
+        assert pinned_tags(seen.damaged_pins) == {TAG}
         assert len(seen.damaged) == 1
         assert is_pinned(beside.store, TAG)
+    said = record(beside.store, Decision(kind="pin", tag=TAG, by="another"), seen.identity)
+    assert (said.by, said.serial) == ("another", 0)
 
 
 def test_a_decision_is_recorded_beside_one_that_rots(beside: Beside) -> None:
@@ -319,8 +326,8 @@ def test_a_decision_is_recorded_beside_one_that_rots(beside: Beside) -> None:
     assert not is_pinned(beside.store, TAG)
 
 
-@pytest.mark.parametrize("damage", [cut, empty])
-def test_the_identity_is_written_again_beside_a_commit_that_was_kept(
+@pytest.mark.parametrize("damage", [cut, spoil])
+def test_an_identity_that_still_names_the_remote_is_written_again(
     beside: Beside, damage: Callable[[Path], None]
 ) -> None:
     damage(beside.of("remote.json"))
@@ -329,33 +336,61 @@ def test_the_identity_is_written_again_beside_a_commit_that_was_kept(
 
 
 def test_the_identity_of_another_place_is_not_written(beside: Beside) -> None:
-    """A share that is mounted there instead, an identity that is gone, one that can be read."""
+    """One that is gone or says nothing, can be read, is of a share that is mounted there, or of a takeover:
+    whichever bit of it turns."""
     path, mine = beside.of("remote.json"), beside.of("remote.json").read_bytes()
     path.unlink()
     assert not heal_identity(beside.kept, beside.store)
-    path.write_bytes(mine.replace(b'"job":', b'"jxb":').replace(b"}", b',"job":"another"}'))
-    assert not heal_identity(beside.kept, beside.store)
-    path.write_bytes(mine[:-1])
-    turned = beside.node.commit.read_bytes()
-    beside.node.commit.write_bytes(turned.replace(b"}", b" }", 1))
-    assert not heal_identity(beside.kept, beside.store)
-    assert path.read_bytes() == mine[:-1]
+    for data in (
+        b"",
+        mine.replace(b'"created":"', b'"created":"9'),
+        mine[:-1].replace(b'"remote_id":"', b'"remote_id":"f'),
+    ):
+        path.write_bytes(data)
+        assert not heal_identity(beside.kept, beside.store)
+    path.write_bytes(mine)
+    take_over(beside.store, read_remote(beside.store).identity, "another")
+    taken = path.read_bytes()
+    for bit in range(8 * len(taken)):
+        path.write_bytes(bytes(b ^ (1 << bit % 8) if i == bit // 8 else b for i, b in enumerate(taken)))
+        assert not heal_identity(beside.kept, beside.store), bit
+    for length in range(len(taken)):
+        path.write_bytes(taken[:length])
+        assert not heal_identity(beside.kept, beside.store), length
 
 
-def test_what_is_beside_the_commits_is_compared_once_a_day(beside: Beside) -> None:
-    assert not beside.kept.is_due()
-    beside.kept.note_compared()
-    assert not beside.kept.is_due()
-    (folder,) = (beside.node.scene.state / "documents").iterdir()
-    os.utime(folder / "remote.json", (0, 0))
-    assert beside.kept.is_due()
-    beside.kept.note_compared()
-    assert not beside.kept.is_due()
-    os.utime(folder / "remote.json", (2**31, 2**31))  # a clock that was set back
-    assert beside.kept.is_due()
+def test_what_the_store_refuses_stops_nothing_else(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = DirectoryStore.put
+
+    def refusing(store: DirectoryStore, key: str, data: bytes) -> None:
+        if "/pins/" in key:
+            raise NotPermitted("of the others")
+        put(store, key, data)
+
+    monkeypatch.setattr(DirectoryStore, "put", refusing)
+    for kind in ("decisions", "pins", "runs"):
+        cut(beside.of(kind))
+    assert {one.key.split("/")[1] for one in beside.healed()} == {"decisions", "runs"}
 
 
-def test_verify_repairs_what_is_beside_the_commits(beside: Beside) -> None:
+def test_a_kept_copy_that_rots_is_kept_anew(beside: Beside) -> None:
+    (copy,) = (beside.node.scene.state / "documents").glob("*/pins/*")
+    empty(copy)
+    assert not beside.healed()
+    cut(beside.of("pins"))
+    assert len(beside.healed()) == 1
+
+
+def test_side_documents_are_compared_once_a_day(beside: Beside, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert beside.kept.is_comparison_due()
+    beside.kept.note_comparison()
+    assert not beside.kept.is_comparison_due()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 86401)
+    assert beside.kept.is_comparison_due()
+
+
+def test_verify_repairs_side_documents(beside: Beside) -> None:
     cut(beside.of("pins"))
     empty(beside.of("retired"))
     assert [row.outcome for row in beside.node.scene.repair(dry_run=True).rows] == ["planned", "planned"]

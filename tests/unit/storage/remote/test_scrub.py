@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -20,8 +21,9 @@ from ckptd.daemon.uploads.scrub import Scrubber
 from ckptd.daemon.uploads.session import RemoteSession
 from ckptd.errors import RefusedError, StorageError
 from ckptd.storage.journal.journal import Journal
+from ckptd.storage.remote import scrub as remote_scrub
 from ckptd.storage.remote.documents import read_commits
-from ckptd.storage.remote.messages import Answer, Failed, RemoteSettings, Scrub, Scrubbed
+from ckptd.storage.remote.messages import Answer, RemoteSettings, Scrub, Scrubbed
 from ckptd.storage.remote.observe import AttachedRemote
 from ckptd.storage.remote.scrub import scrub
 from ckptd.storage.stores.base import Abilities
@@ -265,23 +267,25 @@ def test_a_rotten_commit_is_named_and_holds_up_no_other(thread: Thread) -> None:
 
 
 def test_an_order_that_fails_holds_up_no_other(thread: Thread, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it is of, the COMMIT is named as unreadable, the others are read, and it is asked again."""
-    start = RemoteSession.start_scrub
+    """Whatever it is of, the COMMIT is named as unreadable, and the others are read."""
+    real = remote_scrub._compare_all
 
-    def refused(session: RemoteSession, order: Scrub, on_answer: Callable[[Answer], None]) -> None:
-        if f"{TAG}~g1" not in order.commit_key:
-            start(session, order, on_answer)
-        else:
-            on_answer(Failed(**RefusedError("a name that no store takes").as_data))
+    def failing(place: Any, listed: dict[str, Any], *more: Any) -> Scrubbed:
+        if any(key.startswith(f"{TAG}/") for key in listed):
+            raise RefusedError("a name that no store takes")
+        return real(place, listed, *more)
 
-    monkeypatch.setattr(RemoteSession, "start_scrub", refused)
-    thread.until(lambda: thread.proven == 1 and thread.problems)
-    (text,) = thread.problems
-    assert text.startswith(f"remote-object-unreadable: nas: _ckptd/commits/{TAG}~g1~zero.json cannot be read")
-    monkeypatch.undo()
-    monkeypatch.setattr(scrubbing, "LEAST_BYTES", 1)
-    monkeypatch.setattr(scrubbing, "RECHECK_SECONDS", 0.2)
-    thread.until(lambda: thread.proven == 2 and not thread.problems)
+    monkeypatch.setattr(remote_scrub, "_compare_all", failing)
+    order = piece(thread.scene)
+    assert scrub(ground(thread.scene), order, RateLimiter(), nothing, None).unread == (order.commit_key,)
+    with pytest.raises(RefusedError):
+        scrub(
+            ground(thread.scene),
+            piece(thread.scene, only=("a",)).model_copy(update={"place": "here"}),
+            RateLimiter(),
+            nothing,
+            thread.session.settings,
+        )
 
 
 def test_a_bad_object_that_cannot_be_read_any_more_stays_bad(
