@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 from pydantic import FailFast, Field, ValidationError
 
 from ckptd.base.identity import Model
-from ckptd.base.names import ROOT, decode_name, encode_name
+from ckptd.base.names import ROOT, decode_name, encode_name, shown
 from ckptd.core.model.layouts import Grid, NamedShard, Role, ShardKey, universal_name
 from ckptd.core.model.save import Best, SaveMark, SaveWindow, Writer, _tensors
 from ckptd.errors import DocumentDamaged, RefusedError
@@ -476,6 +476,7 @@ def parse(kind: type[AnyDocument], data: bytes, where: str) -> AnyDocument:
         DocumentDamaged: not JSON or not of that kind.
         RefusedError: written by a newer major of ckptd.
     """
+    where = shown(where)
     if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS:
         msg = f"{where} holds more than {_MOST_OBJECTS} objects"
         raise DocumentDamaged(msg, hint="no ckptd wrote it; `ckptd list` shows what is left")

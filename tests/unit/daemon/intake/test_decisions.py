@@ -63,6 +63,24 @@ def test_the_mirror_alone_ends_no_pin(tmp_path: Path, journal: Journal) -> None:
     assert decisions.pins == PINNED
 
 
+def test_a_pin_that_a_remote_cannot_read_counts_and_is_told_to_no_other(
+    tmp_path: Path, journal: Journal
+) -> None:
+    """Its name does not say who pinned it, and when: the journal's word is the one that others get."""
+    decisions = Decisions(journal, tmp_path)
+    named = Decision(kind="pin", tag="global_step1", serial=9)
+    decisions.refresh([], [named])
+    assert decisions.pins == PINNED
+    assert not decisions.words
+    decisions.refresh([])
+    assert decisions.pins == NONE
+    said = named.model_copy(update={"by": "a", "at": "2026-01-01T00:00:00Z"})
+    decisions.refresh([said])
+    decisions.refresh([], [named])
+    assert decisions.pins == PINNED
+    assert decisions.words == (said,)
+
+
 def test_what_lets_something_go_is_mirrored_by_nobody(tmp_path: Path, journal: Journal) -> None:
     """Whoever accepted a damaged save, or adopted a found one, is asked where it can be read."""
     accept = Decision(kind="accept", tag="global_step1", serial=7, fingerprints=(("a.pt", "f1"),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -303,11 +304,10 @@ def test_a_side_document_that_somebody_else_wrote_or_removed_stays(beside: Besid
 def test_a_pin_that_rots_still_counts(beside: Beside) -> None:
     """Its name says what it is of, whether it cannot be read or is another tag's by now; it is no word that
     another remote gets."""
-    for damage in (
-        cut,
-        lambda path: path.write_bytes(path.read_bytes().replace(TAG.encode(), b"another9999")),
-    ):
-        damage(beside.of("pins"))
+    path, good = beside.of("pins"), beside.of("pins").read_bytes()
+    seen = read_remote(beside.store)
+    for data in (good[:-1], good.replace(TAG.encode(), b"another9999")):
+        path.write_bytes(data)
         seen = read_remote(beside.store)
         assert not pinned_tags(seen.decisions)
         assert pinned_tags(seen.damaged_pins) == {TAG}
@@ -315,6 +315,20 @@ def test_a_pin_that_rots_still_counts(beside: Beside) -> None:
         assert is_pinned(beside.store, TAG)
     said = record(beside.store, Decision(kind="pin", tag=TAG, by="another"), seen.identity)
     assert (said.by, said.serial) == ("another", 0)
+
+
+def test_a_pin_whose_name_is_no_text_is_named(beside: Beside) -> None:
+    """Readable or not: it counts for nothing, and no look fails."""
+    path, good = beside.of("pins"), beside.of("pins").read_bytes()
+    strange = Path(os.fsdecode(os.fsencode(path.parent) + b"/pin~a\xff~1.json"))
+    for data in (good, b""):
+        strange.write_bytes(data)
+        seen = read_remote(beside.store)
+        assert pinned_tags(seen.decisions) == {TAG}
+        assert seen.damaged_pins == ()
+        (reason,) = seen.damaged
+        assert "pin~a" in seen.model_dump_json()
+        heal_side_documents(beside.kept, beside.store, [reason])
 
 
 def test_a_decision_is_recorded_beside_one_that_rots(beside: Beside) -> None:
