@@ -340,7 +340,8 @@ def publish(store: Store, decision: Decision, identity: RemoteIdentity) -> None:
     """
     still_ours(store, identity)
     for _ in range(_SERIAL_TRIES):
-        if not lacking([decision], _of_subject(store, decision)):
+        # what cannot be read may be what takes it back
+        if not lacking([decision], _of_subject(store, decision, skips_damaged=False)):
             return
         key, data = decision_key(decision), to_bytes(decision)
         if store.put_if_absent(key, data) or decision.kind in PINS or store.get(key) == data:
@@ -363,9 +364,12 @@ def _newest(store: Store, decision: Decision) -> Decision | None:
     return max(_of_subject(store, decision), key=lambda held: held.serial, default=None)
 
 
-def _of_subject(store: Store, decision: Decision) -> list[Decision]:
+def _of_subject(store: Store, decision: Decision, *, skips_damaged: bool = True) -> list[Decision]:
     """Read the decisions in the remote on the same subject; of other decisions, and of a pin that is damaged,
     only the names are read.
+
+    Raises:
+        DamagedError: another cannot be read, and is not to be skipped.
     """
     kinds = PINS if decision.kind in PINS else (decision.kind,)
     found: list[Decision] = []
@@ -379,6 +383,8 @@ def _of_subject(store: Store, decision: Decision) -> list[Decision]:
             held = None if data is None else parse_decision(data, info.key)
         except DamagedError:
             held = named_pin(file)
+            if held is None and not skips_damaged:
+                raise
         if held is not None:
             found.append(held)
     return found
