@@ -324,14 +324,7 @@ class WeightsLayout:
             yield self._entry(own, replace(joined, parameter=self.names.globally(name, rank) or name), strip)
 
     def _has_prefix(self) -> bool:
-        trained = (
-            n
-            for row in self.save.model_ranks
-            for model_rank in row
-            for group in model_rank.shapes
-            for n in group
-        )
-        return all(n.startswith(PREFIX) for n in (*trained, *self.contents.tensors))
+        return all(n.startswith(PREFIX) for n in (*self.save.trained_shapes, *self.contents.tensors))
 
     def _entry(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> TensorEntry:
         dtype, parts = state.dtype, state.parts

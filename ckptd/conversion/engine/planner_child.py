@@ -106,7 +106,7 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
         dp=save.dp,
         ds_version=save.ds_version,
         step=save.global_steps if save.global_steps is not None else save.optimizer_step,
-        parameters=save.parameter_count,
+        parameters=len(save.trained_shapes),
         sources=tuple(
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),

@@ -58,13 +58,7 @@ def contents(save: Save) -> Contents:
         RefusedError, DamagedError: tensor ranks or layers that contradict each other, or are missing.
     """
     found = Contents()
-    trained = {
-        n: s
-        for row in save.model_ranks
-        for model_rank in row
-        for group in model_rank.shapes
-        for n, s in group.items()
-    }
+    trained = save.trained_shapes
     for model in save.models:
         names = model.root.get("buffer_names")
         found.buffers.update(n for n in names if isinstance(n, str)) if isinstance(names, list) else None
@@ -191,13 +185,7 @@ def _read_layers(save: Save, trained: dict[str, tuple[int, ...]], found: Content
 
 def layer_prefixes(save: Save) -> dict[int, str]:
     """Return what the names in each layer file of a pipeline begin with in the optimizer's."""
-    trained = {
-        n: s
-        for row in save.model_ranks
-        for model_rank in row
-        for group in model_rank.shapes
-        for n, s in group.items()
-    }
+    trained = save.trained_shapes
     numbers = {int(head) for head in (n.partition(".")[0] for n in trained) if head.isdecimal()}
     found: dict[int, str] = {}
     for layer in save.layers:
@@ -214,15 +202,8 @@ def expert_names(save: Save) -> ExpertNames:
 
     By the files of experts too: of those that a rank holds some may be frozen.
     """
-    trained = (
-        name
-        for row in save.model_ranks
-        for model_rank in row
-        for group in model_rank.shapes
-        for name in group
-    )
     held = (str(name) for layer in save.layers if layer.number is None for name in layer.opened.root)
-    return ExpertNames(trained, held, save.experts.ep)
+    return ExpertNames(save.trained_shapes, held, save.experts.ep)
 
 
 def _read_experts(save: Save, trained: dict[str, tuple[int, ...]], found: Contents) -> None:

@@ -126,17 +126,10 @@ class Save:
         return (as_int(as_dict(config.get("tensor_parallel")).get("autotp_size")) or 0) > 1
 
     @property
-    def parameter_count(self) -> int:
-        """Parameters, each counted once."""
-        return len(
-            {
-                name
-                for row in self.model_ranks
-                for model_rank in row
-                for group in model_rank.shapes
-                for name in group
-            }
-        )
+    def trained_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each parameter that is trained, by name."""
+        ranks = (model_rank for row in self.model_ranks for model_rank in row)
+        return {name: shape for rank in ranks for group in rank.shapes for name, shape in group.items()}
 
     @property
     def state_names(self) -> list[str]:

@@ -270,7 +270,7 @@ class RepairedDocument:
     key: str
     bytes: int
     where: Stem
-    """Of a side document the tag that it speaks of, else "", and 0 and ""; of a tombstone as of a COMMIT."""
+    """Name the COMMIT that it belongs to; of a pin or decision its tag, of others "", each with 0 and ""."""
     commits: tuple[tuple[str, str], ...] = ()
     """Key and digest of the COMMIT that it belongs to."""
     damage: str

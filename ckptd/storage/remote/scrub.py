@@ -96,10 +96,9 @@ def scrub(
     if where is None:
         return Scrubbed(is_gone=True)
     repaired: tuple[str, ...] = ()
-    if order.place == "remote" and attached.kept is not None and settings is not None:
-        repaired = _side_documents(attached.kept, store, settings)
     read = _documents(attached, order, where)
     if order.place == "remote" and attached.kept is not None and settings is not None:
+        repaired = _side_documents(attached.kept, store, settings)
         if isinstance(read, Scrubbed) and not read.unread:
             repaired += _repaired(attached.kept, store, where, settings)
             read = _documents(attached, order, where)  # a second time, whether or not it was repaired
@@ -161,8 +160,9 @@ def _side_documents(kept: KeptDocuments, store: Store, settings: RemoteSettings)
     """Compare the side documents once a day: a look asks nothing that it has read before."""
     if not kept.is_comparison_due():
         return ()
+    repaired = heal_side_documents(kept, store)
     kept.note_comparison()
-    return audited(Path(settings.state_dir), settings.name, heal_side_documents(kept, store))
+    return audited(Path(settings.state_dir), settings.name, repaired)
 
 
 def _files(
