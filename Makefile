@@ -143,8 +143,9 @@ pytest: setup adams ## the tests alone
 	rm -f .coverage .coverage.*
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(COVERAGE) $(ARGS)
 
-bench: setup ## conversion against ds_to_universal and cp, and bench-scale (writes docs/performance.md)
+bench: setup ## (root) conversion against ds_to_universal and cp, on three disks, and bench-scale (writes docs/performance.md)
 	$(PY) -m bench.convert $(ARGS)
+	$(PY) -m bench.disks
 	$(PY) -m bench.scale
 
 bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory (writes docs/performance.md)

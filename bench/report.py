@@ -22,9 +22,9 @@ NAMES = {
     "ckptd verify": "`ckptd convert --verify`",
 }
 TARGETS = (
-    ("cold", "cp", 1.2, "at most {} × `cp -r`"),
+    ("cold", "cp", 1.0, "at most {} × `cp -r`"),
     ("cold", "stock", 5.0, "at least {} × faster than stock"),
-    ("warm", "cp", 1.5, "at most {} × `cp -r`"),
+    ("warm", "cp", 1.0, "at most {} × `cp -r`"),
     ("warm", "stock", 6.0, "at least {} × faster than stock"),
 )
 CLONE_TIMES, CLONE_SHARE = 150.0, 0.005

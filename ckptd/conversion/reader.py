@@ -64,7 +64,7 @@ class Ranges(ABC):
 
 # --- Local files -----------------------------------------------------------------------------------------
 
-RESERVED_DESCRIPTORS = 320
+RESERVED_DESCRIPTORS = 640
 """Descriptors kept for outputs that wait for their flush (threads × batch), pipes, folders, the plan."""
 WANTED_DESCRIPTORS = 16384
 

@@ -79,8 +79,10 @@ class Tally:
 
 # --- The executor ----------------------------------------------------------------------------------------
 
-_BATCH_FILES = 48
-FLUSHES_AT_ONCE = 8
+_BATCH_FILES = 128
+_BATCH_BYTES = 512 << 20
+"""What a thread may have written but not named: a kill loses it, so that it is written again."""
+FLUSHES_AT_ONCE = 48
 
 
 class StoppedByParent(Exception):
@@ -124,6 +126,7 @@ class Worker:
     clone: bool = field(init=False)
     batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
     batched_bytes: int = 0
+    dirty_bytes: int = 0
     serial: int = 0
     _direct: DirectWriter | None = None
 
@@ -149,10 +152,15 @@ class Worker:
             FailFastPool().run(threads, found, lambda stripe: self._stripe(fd, stripe), name="stripe")
         elif self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
             self._parts(fd, 0, output.parts)
+            self.dirty_bytes += output.nbytes
+            extents.start_flush(fd)
         own(fd, self.settings.gid, self.settings.file_mode)
-        extents.start_flush(fd)
         self.batched_bytes += output.nbytes
-        if self.batched_bytes >= self.settings.batch_bytes or len(self.batch) >= _BATCH_FILES:
+        if (
+            self.dirty_bytes >= self.settings.batch_bytes
+            or self.batched_bytes >= _BATCH_BYTES
+            or len(self.batch) >= _BATCH_FILES
+        ):
             self.settle()
 
     def _is_made(self, output: OutputFile) -> bool:
@@ -164,10 +172,9 @@ class Worker:
         return done.st_size == output.nbytes
 
     def _past_the_cache(self, fd: int, output: OutputFile) -> bool:
-        """Write a large output from cached sources with O_DIRECT; False where that is not to be had."""
+        """Write a large output with O_DIRECT; False where that is not to be had."""
         local = self.local
-        used = {r.source for part in output.parts for r in ranges_of(part)}
-        if local is None or any(local.was_cold(local[number]) for number in used):
+        if local is None:
             return False
         if self._direct is None:
             self._direct = DirectWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
@@ -186,17 +193,23 @@ class Worker:
                     self.counters.add(nbytes=len(data))
                 else:
                     self._copied(len(data))
+            self._drop(part)
         writer.finish()
         return True
 
     def _append(self, writer: DirectWriter, local: SourceFiles, part: Range) -> None:
-        source, done = local[part.source], 0
+        source, done, kept = local[part.source], 0, 0
         while done < part.nbytes:
             self._check_stop()
             step = min(writer.room(), part.nbytes - done)
             writer.take(source, part.offset + done, step)
             self._copied(step)
             done += step
+            kept += step
+            # not at each step: another thread's reading ahead would fetch again what was just dropped
+            if local.was_cold(source) and (done == part.nbytes or 2 * kept >= self.settings.window_bytes):
+                extents.drop_pages(source, part.offset + done - kept, kept)
+                kept = 0
 
     def _parts(self, fd: int, at: int, parts: tuple[Part, ...]) -> None:
         dirty = Dirty(fd, self.settings.window_bytes, at)
@@ -226,7 +239,7 @@ class Worker:
             finally:
                 os.close(fd)
             self.counters.add(files=1)
-        self.batched_bytes = 0
+        self.batched_bytes = self.dirty_bytes = 0
 
     def abandon(self) -> None:
         """Close what is open; temporaries are removed by whoever resumes or gives up."""
@@ -273,7 +286,8 @@ class Worker:
             shift = at - part.offset
             self._copy(local, source, part.offset, fd, at, begin - part.offset, dirty)
             if extents.clone_range(source, begin, fd, begin + shift, end - begin):
-                self.batched_bytes -= end - begin  # nothing of it is dirty
+                self.batched_bytes -= end - begin
+                self.dirty_bytes -= end - begin
                 self.counters.add(nbytes=end - begin, cloned=end - begin)
                 self._copy(local, source, end, fd, end + shift, part.offset + part.nbytes - end, dirty)
                 return
@@ -317,6 +331,10 @@ class Worker:
             dirty.wrote(at, len(data))
         if at != begin + part.nbytes:
             raise SourceChanged("a source ended early while it was read")
+        self._drop(part)
+
+    def _drop(self, part: Part) -> None:
+        """Drop from the page cache what a part was made of and was not there before."""
         if self.local is None:
             return
         for used in ranges_of(part):

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base import extents, files
@@ -26,6 +26,7 @@ from ckptd.conversion.engine.sandbox import STOP_SIGNAL, UNLIMITED, fail, restri
 from ckptd.conversion.engine.verify import verify_outputs, verify_sources
 from ckptd.conversion.engine.writer import Counters, OutputFolders, Ticker, WriteLimits, own
 from ckptd.conversion.outputs import description_of, large_first
+from ckptd.conversion.parts import Range
 from ckptd.conversion.plan import OutputCheck, OutputFile, OutputLink, PlanReader, read_trailer
 from ckptd.conversion.reader import Ranges, SourceFiles
 from ckptd.errors import CkptdError, SourceChanged, StorageError, from_os_error
@@ -33,7 +34,7 @@ from ckptd.storage.stores.parallel import FailFastPool
 from ckptd.storage.stores.rate_limit import RateLimiter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from ckptd.conversion.plan import Output
 
@@ -154,7 +155,13 @@ class Execution:
         large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
         stream.seek(0)
         plan = PlanReader(stream)
-        for link in self._copy_all(large_first(stream, plan, large_bytes)):
+        local = None if self.settings.clone else self.sources.local
+        last: list[OutputFile] = []
+        links = self._copy_all(without_cold_copies(large_first(stream, plan, large_bytes), local, last))
+        if last:
+            self.settings = replace(self.settings, threads=1, stripe_threads=self.settings.threads)
+            self._copy_all(iter(last))
+        for link in links:
             self.name_again(link)
         if self.request.verify:
             self.phase = "verifying"
@@ -280,6 +287,28 @@ class Execution:
         finally:
             os.close(fd)
         os.rename(DESCRIPTION, DESCRIPTION, src_dir_fd=self.temporary_fd, dst_dir_fd=self.out_fd)
+
+
+def without_cold_copies(
+    plan: Iterable[Output], local: SourceFiles | None, kept: list[OutputFile]
+) -> Iterator[Output]:
+    """Yield outputs, and keep those that are a whole source file of which most was not in the page cache.
+
+    Such are the model files. Masters are compared with the weights in them: what is read for that is in the
+    page cache when they are copied last, and read twice when they are copied first.
+    """
+    for output in plan:
+        part = output.parts[0] if isinstance(output, OutputFile) and len(output.parts) == 1 else None
+        if (
+            local is not None
+            and isinstance(output, OutputFile)
+            and isinstance(part, Range)
+            and output.path == local.path(part.source)
+            and local.was_cold(local[part.source])
+        ):
+            kept.append(output)
+        else:
+            yield output
 
 
 if __name__ == "__main__":

@@ -196,8 +196,8 @@ class Dirty:
 # --- Large outputs past the page cache: one copy in memory, half the CPU ----------------------
 # Source bytes are read into an aligned buffer at the place that they have in the output, and whole buffers
 # are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
-# O_DIRECT. Only for sources in the page cache: what comes from disk is faster through the cache, whose
-# write-back goes on while the next block is read.
+# O_DIRECT. Also for sources that come from disk: while reads take longer than 2 ms (`wbt_lat_usec`), the
+# kernel holds back the writing of cached pages, down to one request at a time, but not direct writes.
 
 BUFFER_BYTES = 4 << 20
 MIN_FILE_BYTES = 1 << 20

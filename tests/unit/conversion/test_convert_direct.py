@@ -11,12 +11,16 @@ from pathlib import Path
 import pytest
 
 from bench import sparse
+from bench.measure import make_cold, make_warm, resident_share
+from ckptd.base.extents import identity_of
 from ckptd.conversion import outputs
+from ckptd.conversion.engine.executor_child import without_cold_copies
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.engine.writer import DirectWriter
 from ckptd.conversion.options import ConvertOptions
-from ckptd.conversion.parts import Literal
+from ckptd.conversion.parts import Literal, Range
 from ckptd.conversion.plan import Header, OutputCheck, OutputFile, OutputLink, PlanReader, PlanWriter
+from ckptd.conversion.reader import SourceFiles
 from ckptd.errors import NoSpaceError, SourceChanged
 from tests.unit.conversion.test_convert_children import tree
 
@@ -98,6 +102,35 @@ def test_large_odd_parameters_are_exact(tmp_path: Path) -> None:
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         convert(source, tmp_path / f"cold{stage}", ConvertOptions())
         assert tree(tmp_path / f"warm{stage}") == tree(tmp_path / f"cold{stage}")
+
+
+def test_what_is_read_from_disk_is_dropped_again(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    shapes = {"a": (2048, 1024), "b": (1500, 1000), "c": (9,)}
+    sparse.write(source, sparse.Model("m", shapes, 2, 2), sparse.random_fill(5))
+    paths = list(source.iterdir())
+    if make_cold(paths) > 0:
+        pytest.skip("pages cannot be dropped here")
+    convert(source, tmp_path / "u", ConvertOptions())
+    assert resident_share(paths) < 0.2
+
+
+def test_a_cold_file_that_is_copied_whole_comes_last(tmp_path: Path) -> None:
+    """Its weights are compared first, and copied from the page cache."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(bytes(1 << 20))
+    if make_cold([path]) > 0:
+        pytest.skip("pages cannot be dropped here")
+    whole, begin = OutputFile(path.name, (Range(0, 0, 1 << 20),)), OutputFile("b", (Range(0, 0, 9),))
+    plan = (whole, begin, OutputLink("l", path.name))
+    for kept in ([whole], []):
+        fd = os.open(tmp_path, os.O_RDONLY)
+        last: list[OutputFile] = []
+        local = SourceFiles(fd, [path.name], [identity_of(path.stat())])
+        assert [*without_cold_copies(plan, local, last), *last] == [*plan[len(kept) :], *kept]
+        assert last == kept
+        os.close(fd)
+        make_warm([path])
 
 
 def test_the_largest_come_first_and_all_come_once() -> None:
