@@ -129,7 +129,7 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     one = Control()
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]
-    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems(), control=one)
+    job: Any = SimpleNamespace(view=None, state=None, turns=2, unseen="", problems=Problems(), control=one)
     state: Any = SimpleNamespace(plan=None, saves=SimpleNamespace(rows={}), folders=SimpleNamespace(quiet={}))
 
     def told() -> bool:
