@@ -189,6 +189,10 @@ class Daemon:
         else:
             self.jobs.append(job)
             self._termination.apply_to(job)
+            if self._deadline is not None and self._drain_seconds:
+                # a job that a reload, a glob or a healed disk brings is drained with the others
+                passed = time.monotonic() - (self._deadline - self._drain_seconds)
+                job.control.begin_drain(self._drain_seconds, passed_seconds=passed)
             if job.phase == "waiting":
                 with job_lines(config.name):
                     log.info("%s does not exist yet: ckptd waits for it", config.save_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -323,6 +324,30 @@ def test_a_job_that_cannot_be_looked_at_is_not_drained(
         assert (job.phase, is_drained(job)) == ("watching", False)
     finally:
         job.close()
+        daemon._workers.stop()
+
+
+def test_a_job_that_is_opened_while_its_daemon_drains_drains_too(tmp_path: Path) -> None:
+    """A reload closes and opens a changed one: it has the time that is left."""
+    daemon = opened_daemon(tmp_path)
+    daemon._drain_seconds = 600.0
+    daemon._on_stop(signal.SIGTERM)
+    (before,) = daemon.jobs
+    drain = before.control.drain
+    assert drain is not None
+    job_file = tmp_path / "run.toml"
+    job_file.write_text(job_file.read_text() + 'bandwidth = "1MB/s"\n')
+    daemon._apply(load_jobs([job_file], load_daemon(None, {}), {}), [before.config])
+    (after,) = daemon.jobs
+    try:
+        assert after is not before
+        assert after.control.is_draining
+        again = after.control.drain
+        assert again is not None
+        assert abs(again.deadline_seconds - drain.deadline_seconds) < 0.1
+        assert abs(again.asked_at_unix - drain.asked_at_unix) < 1.0
+    finally:
+        after.close()
         daemon._workers.stop()
 
 
