@@ -1,0 +1,133 @@
+"""A converting child runs after everybody else, and gives that up where it starves (P11; adr/0223).
+
+Root may leave SCHED_IDLE, an ordinary user with the usual limits may not: both are tried.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.real import REPOSITORY
+from tests.support.synthetic import Shapes, write_stage12
+
+GROUPS: list[Shapes] = [{f"blocks.{i}.w": (16, 16) for i in range(400)}]
+WITHOUT = ("setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice")
+"""As an ordinary user: of root's rights the one that is asked for here is taken away."""
+AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
+CONVERTS = """
+import json, os, sys, time
+import psutil
+from pathlib import Path
+from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.options import ConvertOptions
+
+source, out = map(Path, sys.argv[1:3])
+os.sched_setaffinity(0, {int(sys.argv[3])})
+began = time.monotonic()
+seen = []
+
+def look(progress):
+    for child in psutil.Process().children():
+        policy = os.sched_getscheduler(child.pid)
+        nice = os.getpriority(os.PRIO_PROCESS, child.pid)
+        of_session = int(Path(f"/proc/{child.pid}/autogroup").read_text().split()[-1])
+        seen.append([time.monotonic() - began, policy, nice, of_session])
+
+convert(source, out, ConvertOptions(low_priority=sys.argv[4] == "low"), on_progress=look)
+print(json.dumps(seen))
+"""
+
+pytestmark = pytest.mark.skipif(not AUTOGROUP.exists(), reason="this kernel does not group by session")
+
+
+@dataclass
+class Seen:
+    """What an executor was seen with during its life."""
+
+    seconds: list[float]
+    policies: list[int]
+    nices: set[int]
+    of_session: list[int]
+
+
+@dataclass
+class Scene:
+    """A save, and the core that all runs on."""
+
+    root: Path
+    core: int
+
+    def converted(self, may_leave: bool, priority: str = "low") -> Seen:
+        """Convert on that core with the usual limits, and with or without the right to leave SCHED_IDLE."""
+        out = self.root / "out"
+
+        def limited() -> None:
+            resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
+
+        words = [sys.executable, "-c", CONVERTS, str(self.root / "save"), str(out), str(self.core), priority]
+        if os.geteuid() == 0 and not may_leave:
+            words = [*WITHOUT, *words]
+        done = subprocess.run(
+            words, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, preexec_fn=limited
+        )
+        assert done.returncode == 0, done.stderr
+        seen = json.loads(done.stdout)
+        assert seen, "no look while it ran"
+        assert (out / "ckptd.json").exists()
+        return Seen([s[0] for s in seen], [s[1] for s in seen], {s[2] for s in seen}, [s[3] for s in seen])
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    write_stage12(tmp_path / "save", GROUPS, 2)
+    return Scene(tmp_path, max(os.sched_getaffinity(0)))
+
+
+@pytest.fixture
+def busy(scene: Scene) -> Iterator[Scene]:
+    """Somebody else never leaves that core, in a session of their own, at the usual nice value."""
+    words = f"import os\nos.sched_setaffinity(0, {{{scene.core}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", words], start_new_session=True) as spinner:
+        try:
+            yield scene
+        finally:
+            spinner.kill()
+
+
+RIGHTS = pytest.mark.parametrize("may_leave", [True, False] if os.geteuid() == 0 else [False])
+
+
+@RIGHTS
+def test_its_session_is_the_last_and_so_is_its_policy_where_it_can_be_left(
+    scene: Scene, may_leave: bool
+) -> None:
+    seen = scene.converted(may_leave)
+    assert 19 in seen.of_session, seen
+    assert (os.SCHED_IDLE in seen.policies) == may_leave, seen
+    assert 10 in seen.nices, seen
+
+
+@RIGHTS
+def test_on_a_core_that_is_never_idle_it_falls_back_and_ends(busy: Scene, may_leave: bool) -> None:
+    seen = busy.converted(may_leave)
+    assert 19 in seen.of_session, seen
+    assert seen.of_session[-1] == 10, seen
+    assert seen.policies[-1] == os.SCHED_BATCH, seen
+    assert (os.SCHED_IDLE in seen.policies) == (may_leave), seen
+    last = [at for at, nice in zip(seen.seconds, seen.of_session, strict=True) if nice == 19]
+    assert last[-1] - last[0] < 6, seen
+
+
+def test_who_waits_for_it_has_it_at_the_usual_priority(scene: Scene) -> None:
+    seen = scene.converted(False, "usual")
+    assert set(seen.policies) == {os.SCHED_OTHER}, seen
+    assert set(seen.of_session) <= {0, 19}, seen  # 19: the planning child
