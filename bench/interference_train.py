@@ -1,11 +1,11 @@
 """The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
-line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
-"saves": seconds of each save} and of each step of rank 0, all threads together, {"cpu": CPU seconds,
-"queued": of waiting for a core, "disk": of waiting for a disk, "taken": times that a core was taken away}: some
-steps that nobody counts, then so many times a save (with that much client state) and its share of the steps.
-An empty line ends all.
+line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}: some steps that nobody counts, then so many
+times a save (with that much client state) and its share of the steps. Its answer: {"steps": seconds of each
+step, "saves": seconds of each save} and of each step of rank 0, all threads together, {"cpu": CPU seconds,
+"queued": seconds without a core, "disk": seconds of waiting for a disk, "taken": times that a core was taken
+away}. An empty line ends all.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Scene:
             resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 
         words = [sys.executable, "-c", CONVERTS, str(self.root / "save"), str(out), str(self.core), priority]
-        if os.geteuid() == 0 and not may_leave:
+        if _may_lower_nice() and not may_leave:
             words = [*WITHOUT, *words]
         done = subprocess.run(
             words, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, preexec_fn=limited
@@ -98,12 +98,35 @@ def busy(scene: Scene) -> Iterator[Scene]:
     words = f"import os\nos.sched_setaffinity(0, {{{scene.core}}})\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", words], start_new_session=True) as spinner:
         try:
+            if not _sessions_are_groups(scene.core):
+                pytest.skip("this machine does not group by session here")
             yield scene
         finally:
             spinner.kill()
 
 
-RIGHTS = pytest.mark.parametrize("may_leave", [True, False] if os.geteuid() == 0 else [False])
+def _sessions_are_groups(core: int) -> bool:
+    """Tell whether a session at nice 19 still has its part of a core that another session is busy on."""
+    words = (
+        f"import os, time\nos.sched_setaffinity(0, {{{core}}})\nos.nice(19)\nend = time.monotonic() + 1\n"
+        "before = time.process_time()\nwhile time.monotonic() < end: pass\n"
+        "print(time.process_time() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, start_new_session=True)
+    return float(done.stdout) > 0.05
+
+
+def _may_lower_nice() -> bool:
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, nice - 1)
+    except PermissionError:
+        return False
+    os.setpriority(os.PRIO_PROCESS, 0, nice)
+    return True
+
+
+RIGHTS = pytest.mark.parametrize("may_leave", [True, False] if _may_lower_nice() else [False])
 
 
 @RIGHTS
