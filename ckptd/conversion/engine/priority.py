@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 LAST_NICE, LOW_NICE = 19, 10
 """Of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
@@ -18,6 +19,9 @@ LOOK_SECONDS = 0.25
 WINDOW_SECONDS = 2.0
 STARVING_SHARE = 0.05
 """It starves if it runs for less than so much of a window, and waited for a core for half of it."""
+
+_CPUCLOCK_SCHED = 2
+"""Of a process's clock, as clock_getcpuclockid(3) makes it."""
 
 
 class LastInLine:
@@ -33,7 +37,8 @@ class LastInLine:
         self._tasks = _opened(f"/proc/{pid}/task", os.O_RDONLY | os.O_DIRECTORY)
         self._nice_to_set: int | None = None
         self._looked_at = 0.0
-        self._before: dict[str, tuple[int, int]] = {}
+        self._ran_seconds = 0.0
+        self._waited_ns: dict[str, int] = {}
         self.is_last = self.has_starved = False
 
     def close(self) -> None:
@@ -47,27 +52,32 @@ class LastInLine:
         seconds = now_seconds - self._looked_at
         if not self.has_starved and seconds >= (WINDOW_SECONDS if self.is_last else LOOK_SECONDS):
             self._looked_at = now_seconds
-            ran_seconds, waited_seconds = self._account(is_whole=not self.is_last)
-            if not self.is_last and ran_seconds >= YOUNG_SECONDS:
+            before, self._ran_seconds = self._ran_seconds, self._cpu_seconds()
+            waited_seconds = self._waited_seconds()
+            if not self.is_last and self._ran_seconds >= YOUNG_SECONDS:
                 self.is_last = True
                 self._enter(LAST_NICE, os.SCHED_IDLE if self._may_leave_idle() else os.SCHED_BATCH)
-            elif self.is_last and ran_seconds < STARVING_SHARE * seconds and waited_seconds > seconds / 2:
-                self.has_starved = True  # to its end: on a node that is never idle it would have none
-                self._enter(LOW_NICE, os.SCHED_BATCH)
+            elif self.is_last and waited_seconds > seconds / 2:
+                self.has_starved = self._ran_seconds - before < STARVING_SHARE * seconds
+                if self.has_starved:  # to its end: on a node that is never idle it would have none
+                    self._enter(LOW_NICE, os.SCHED_BATCH)
         if self._nice_to_set is not None and self._set_session_nice(self._nice_to_set):
             self._nice_to_set = None
 
-    def _account(self, *, is_whole: bool) -> tuple[float, float]:
-        """Return the seconds that all threads ran, and waited for a core; `is_whole`: in all their life."""
-        before, self._before = {} if is_whole else self._before, {}
-        ran_ns = waited_ns = 0
+    def _cpu_seconds(self) -> float:
+        """Return what all its threads ran, those that have ended included."""
+        try:
+            return time.clock_gettime(~self._pid << 3 | _CPUCLOCK_SCHED)
+        except OSError:  # it has ended
+            return self._ran_seconds
+
+    def _waited_seconds(self) -> float:
+        """Return how long its threads waited for a core since the last call."""
+        before, self._waited_ns = self._waited_ns, {}
         for thread in _listed(self._tasks):
-            with contextlib.suppress(OSError, ValueError):
-                ran, waited, _ = map(int, _read(f"{thread}/schedstat", self._tasks).split())
-                self._before[thread] = ran, waited
-                ran_before, waited_before = before.get(thread, (0, 0))
-                ran_ns, waited_ns = ran_ns + ran - ran_before, waited_ns + waited - waited_before
-        return ran_ns / 1e9, waited_ns / 1e9
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                self._waited_ns[thread] = int(_read(f"{thread}/schedstat", self._tasks).split()[1])
+        return sum(waited - before.get(thread, 0) for thread, waited in self._waited_ns.items()) / 1e9
 
     def _may_leave_idle(self) -> bool:
         """Tell whether SCHED_IDLE can be left: RLIMIT_NICE must allow the nice value, by default it does not.

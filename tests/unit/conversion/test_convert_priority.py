@@ -19,7 +19,7 @@ import pytest
 from tests.support.real import REPOSITORY
 from tests.support.synthetic import Shapes, write_stage12
 
-GROUPS: list[Shapes] = [{f"blocks.{i}.w": (16, 16) for i in range(400)}]
+GROUPS: list[Shapes] = [{f"blocks.{i}.w": (8, 8) for i in range(700)}]
 WITHOUT = ("setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice")
 """As an ordinary user: of root's rights the one that is asked for here is taken away."""
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -113,7 +113,7 @@ def _sessions_are_groups(core: int) -> bool:
         "print(time.process_time() - before)"
     )
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, start_new_session=True)
-    return float(done.stdout) > 0.05
+    return float(done.stdout) > 0.03
 
 
 def _may_lower_nice() -> bool:
