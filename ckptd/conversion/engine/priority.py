@@ -11,6 +11,8 @@ import contextlib
 import os
 import time
 
+from ckptd.base.owned_dirs import list_dir
+
 LAST_NICE, LOW_NICE = 19, 10
 """Of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
 YOUNG_SECONDS = 0.5
@@ -54,7 +56,8 @@ class LastInLine:
             self._looked_at = now_seconds
             before, self._ran_seconds = self._ran_seconds, self._cpu_seconds()
             waited_seconds = self._waited_seconds()
-            if not self.is_last and self._ran_seconds >= YOUNG_SECONDS:
+            is_seen = bool(self._waited_ns)  # /proc mounted with hidepid may not tell of its threads
+            if not self.is_last and is_seen and self._ran_seconds >= YOUNG_SECONDS:
                 self.is_last = True
                 self._enter(LAST_NICE, os.SCHED_IDLE if self._may_leave_idle() else os.SCHED_BATCH)
             elif self.is_last and waited_seconds > seconds / 2:
@@ -121,7 +124,7 @@ def _opened(path: str, flags: int) -> int | None:
 def _listed(fd: int | None) -> list[str]:
     """Return the threads of a /proc/PID/task; none: the process has ended."""
     try:
-        return os.listdir(fd) if fd is not None else []
+        return list_dir(fd) if fd is not None else []
     except OSError:
         return []
 
