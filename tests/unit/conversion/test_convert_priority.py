@@ -17,18 +17,18 @@ from pathlib import Path
 import pytest
 
 from tests.support.real import REPOSITORY
-from tests.support.synthetic import Shapes, write_stage12
+from tests.support.synthetic import write_stage12
 
-GROUPS: list[Shapes] = [{f"blocks.{i}.w": (8, 8) for i in range(700)}]
 WITHOUT = ("setpriv", "--bounding-set=-sys_nice", "--inh-caps=-sys_nice")
 """As an ordinary user: of root's rights the one that is asked for here is taken away."""
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 CONVERTS = """
-import json, os, sys, time
+import contextlib, json, os, sys, time
 import psutil
 from pathlib import Path
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
+from ckptd.errors import BehindError
 
 source, out = map(Path, sys.argv[1:3])
 os.sched_setaffinity(0, {int(sys.argv[3])})
@@ -42,7 +42,12 @@ def look(progress):
         of_session = int(Path(f"/proc/{child.pid}/autogroup").read_text().split()[-1])
         seen.append([time.monotonic() - began, policy, nice, of_session])
 
-convert(source, out, ConvertOptions(low_priority=sys.argv[4] == "low"), on_progress=look)
+def is_seen():
+    return sys.argv[5] in [str(one[3]) for one in seen]
+
+options = ConvertOptions(low_priority=sys.argv[4] == "low")
+with contextlib.suppress(BehindError):
+    convert(source, out, options, on_progress=look, should_stop=is_seen)
 print(json.dumps(seen))
 """
 
@@ -61,34 +66,47 @@ class Seen:
 
 @dataclass
 class Scene:
-    """A save, and the core that all runs on."""
+    """A folder, and the core that all runs on."""
 
     root: Path
     core: int
 
-    def converted(self, may_leave: bool, priority: str = "low") -> Seen:
-        """Convert on that core with the usual limits, and with or without the right to leave SCHED_IDLE."""
+    def converted(self, may_leave: bool, parameters: int, priority: str = "low", until: str = "") -> Seen:
+        """Convert on that core with the usual limits, and with or without the right to leave SCHED_IDLE.
+
+        A thousand parameters are some 0.7 s of a core, and more on a busy machine; `until` its session has
+        that nice value.
+        """
+        write_stage12(self.root / "save", [{f"blocks.{i}.w": (8, 8) for i in range(parameters)}], 2)
         out = self.root / "out"
 
         def limited() -> None:
             resource.setrlimit(resource.RLIMIT_NICE, (0, 0))
 
-        words = [sys.executable, "-c", CONVERTS, str(self.root / "save"), str(out), str(self.core), priority]
+        words = [
+            sys.executable,
+            "-c",
+            CONVERTS,
+            str(self.root / "save"),
+            str(out),
+            str(self.core),
+            priority,
+            until,
+        ]
         if _may_lower_nice() and not may_leave:
             words = [*WITHOUT, *words]
         done = subprocess.run(
-            words, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, preexec_fn=limited
+            words, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, preexec_fn=limited
         )
         assert done.returncode == 0, done.stderr
         seen = json.loads(done.stdout)
         assert seen, "no look while it ran"
-        assert (out / "ckptd.json").exists()
+        assert bool(until) or (out / "ckptd.json").exists()
         return Seen([s[0] for s in seen], [s[1] for s in seen], {s[2] for s in seen}, [s[3] for s in seen])
 
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Scene:
-    write_stage12(tmp_path / "save", GROUPS, 2)
     return Scene(tmp_path, max(os.sched_getaffinity(0)))
 
 
@@ -133,7 +151,7 @@ RIGHTS = pytest.mark.parametrize("may_leave", [True, False] if _may_lower_nice()
 def test_its_session_is_the_last_and_so_is_its_policy_where_it_can_be_left(
     scene: Scene, may_leave: bool
 ) -> None:
-    seen = scene.converted(may_leave)
+    seen = scene.converted(may_leave, 2500, until="19")
     assert 19 in seen.of_session, seen
     assert (os.SCHED_IDLE in seen.policies) == may_leave, seen
     assert 10 in seen.nices, seen
@@ -141,7 +159,7 @@ def test_its_session_is_the_last_and_so_is_its_policy_where_it_can_be_left(
 
 @RIGHTS
 def test_on_a_core_that_is_never_idle_it_falls_back_and_ends(busy: Scene, may_leave: bool) -> None:
-    seen = busy.converted(may_leave)
+    seen = busy.converted(may_leave, 900)
     assert 19 in seen.of_session, seen
     assert seen.of_session[-1] == 10, seen
     assert seen.policies[-1] == os.SCHED_BATCH, seen
@@ -151,6 +169,6 @@ def test_on_a_core_that_is_never_idle_it_falls_back_and_ends(busy: Scene, may_le
 
 
 def test_who_waits_for_it_has_it_at_the_usual_priority(scene: Scene) -> None:
-    seen = scene.converted(False, "usual")
+    seen = scene.converted(False, 500, "usual")
     assert set(seen.policies) == {os.SCHED_OTHER}, seen
     assert set(seen.of_session) <= {0, 19}, seen  # 19: the planning child
