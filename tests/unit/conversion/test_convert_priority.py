@@ -96,7 +96,7 @@ class Scene:
         if _may_lower_nice() and not may_leave:
             words = [*WITHOUT, *words]
         done = subprocess.run(
-            words, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, preexec_fn=limited
+            words, cwd=REPOSITORY, capture_output=True, text=True, timeout=100, preexec_fn=limited
         )
         assert done.returncode == 0, done.stderr
         seen = json.loads(done.stdout)
@@ -159,7 +159,7 @@ def test_its_session_is_the_last_and_so_is_its_policy_where_it_can_be_left(
 
 @RIGHTS
 def test_on_a_core_that_is_never_idle_it_falls_back_and_ends(busy: Scene, may_leave: bool) -> None:
-    seen = busy.converted(may_leave, 900)
+    seen = busy.converted(may_leave, 700)
     assert 19 in seen.of_session, seen
     assert seen.of_session[-1] == 10, seen
     assert seen.policies[-1] == os.SCHED_BATCH, seen
