@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.policy.actions import Action
-    from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.remote import Generation
+    from ckptd.core.policy.retention import LocalVerdicts
     from ckptd.core.policy.view import JobView, RemoteView, RemovalRequest, SaveView
 
 _STATUS = "`ckptd status JOB` says why"

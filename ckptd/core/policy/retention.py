@@ -84,6 +84,19 @@ class RetentionVerdict:
         return replace(self, keeps=self.keeps + more) if more else self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalVerdicts:
+    """Hold the verdicts of local retention by save id and form."""
+
+    zero: dict[int, RetentionVerdict]
+    """Save id → verdict on its ZeRO form, for every save whose folder is here."""
+    universal: dict[int, RetentionVerdict]
+    """Save id → verdict on its universal form, where a ladder decides; else the other rules do."""
+    forbidden: dict[int, tuple[str, ...]]
+    """Save id → why nobody may delete it, whatever the retention keys say, for every save whose folder is
+    here."""
+
+
 def step_down(
     ladder: Sequence[Tier], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
 ) -> dict[str, RetentionVerdict]:

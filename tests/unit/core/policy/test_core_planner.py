@@ -132,6 +132,20 @@ def test_the_newest_and_what_is_newer_than_the_newest_committed_stay() -> None:
     assert pruned(job_view(saves)) == ["s1b1"]
 
 
+@pytest.mark.parametrize("can_clone", [False, True])
+@pytest.mark.parametrize("gone", [frozenset[int](), frozenset({3})])
+def test_keep_bytes_counts_no_universal_form_that_goes(can_clone: bool, gone: frozenset[int]) -> None:
+    """Of the older universal form it is the same before it is dropped and after: three and one form fit."""
+    ready = DerivedRecord(state=DerivedState.READY, bytes=100, is_source_verified=True, is_cloned=can_clone)
+    forms = {n: ready if n in {3, 4} - gone else DerivedRecord() for n in (1, 2, 3, 4)}
+    saves = [save_view(n, sealed(n), universal=forms[n]) for n in (1, 2, 3, 4)]
+    limit = RetentionPolicy(keep_bytes=300 if can_clone else 400)
+    disk = Disk(free_bytes=10_000, reserve_bytes=0, can_clone=can_clone)
+    view = job_view(saves, local_retention=limit, disk=disk)
+    assert pruned(view) == ["s1b1"]
+    assert {a.save_id for a in of(view, DropDerived)} == (set() if can_clone else {3} - gone)
+
+
 def test_the_newest_stays_whatever_the_policy_says() -> None:
     """P5: a policy that names other steps alone takes the rest, and never the newest."""
     policy = RetentionPolicy(keep_steps=(1,))
