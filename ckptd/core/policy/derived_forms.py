@@ -95,7 +95,8 @@ def _will_be_left(view: JobView, save: SaveView) -> bool:
     """Tell whether a local tier will keep the universal form in place of the ZeRO form."""
     policy = view.local_retention
     climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
-    return climbs and save.is_intact and save.is_self_contained and not save.is_pinned
+    stays = save.is_pinned or save.save.tag in view.damaged_tags
+    return climbs and save.is_intact and save.is_self_contained and not stays
 
 
 def kept_until_converted(save: SaveView, verdict: RetentionVerdict | None) -> bool:

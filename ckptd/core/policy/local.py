@@ -170,6 +170,7 @@ def _held(
             bytes=bytes_here(save, has_universal=save.id not in leaving),
             pinned=save.is_pinned,
             is_damaged=any((HERE, save.save.tag, form) in view.damaged for form in (ZERO, UNIVERSAL)),
+            has_damaged_copy=save.save.tag in view.damaged_tags,
             committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
         ),
