@@ -481,14 +481,13 @@ class Job:
             self.wake()
 
     def _plan_and_act(self, state: JobState, save_dir_fd: int) -> None:
-        damaged = self.executor.scrubber.damaged | self.peers.damaged
         self.view = build_view(
             self.config,
             state,
             self.sessions,
             save_dir_fd,
-            pins=self.known_saves.pins | {tag for _, tag, _ in damaged},
-            damaged=damaged,
+            pins=self.known_saves.pins,
+            damaged=self.executor.scrubber.damaged | self.peers.damaged,
             may_delete=self.deletion_rights.are_held and not self.peers.differing(),
             is_paused=self.control.pause is not None or bool(state.other_host and state.other_host.stands_by),
             # as long as this run has no id, a node of another one counts as the job's

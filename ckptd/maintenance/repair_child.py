@@ -57,7 +57,8 @@ def carry_out(order: RepairOrder) -> list[dict[str, object]]:
     """
     job, state_dir = order.job, Path(order.state_dir)
     failures: dict[str, CkptdError] = {}
-    where = Where(remotes=job.remotes, owner=owner_of(job, state_dir), job=job)
+    node_id = own_node_id(state_dir, job.save_dir)
+    where = Where(remotes=job.remotes, owner=owner_of(job, state_dir), job=job, node_id=node_id or "")
     inventories = list(where.read(_say, failures, is_tolerant=True))
     if failures and not inventories:
         raise next(iter(failures.values()))
@@ -77,7 +78,7 @@ def carry_out(order: RepairOrder) -> list[dict[str, object]]:
             job,
             inventories,
             request,
-            node_id=own_node_id(state_dir, job.save_dir),
+            node_id=node_id,
             audit=Audit(state_dir / "audit.jsonl"),
             unfinished=unfinished,
             say=_say,

@@ -232,6 +232,7 @@ def run_repair(
 ) -> None:
     """Run the repair, print its result, and exit with its code."""
     import os
+    from dataclasses import replace
 
     import typer
 
@@ -244,15 +245,16 @@ def run_repair(
     where = where_of(job, dict(os.environ), config_dir=directory)
     config = job_of(where, "--repair")
     targets = frozenset(one.name for one in named(where.remotes, only))
-    inventories, failures = open_remotes(where)
     state_dir = job_state_dir(config, directory, make=not dry_run)
+    node_id = own_node_id(state_dir, config.save_dir)
+    inventories, failures = open_remotes(replace(where, node_id=node_id or ""))
     unfinished = Unfinished(own_state(state_dir, config.save_dir))
     with unfinished.alone(), progress_bar() as on_progress:
         repair = Repair(
             config,
             inventories,
             RepairRequest(targets=targets, tag=tag, read=read, dry_run=dry_run),
-            node_id=own_node_id(state_dir, config.save_dir),
+            node_id=node_id,
             audit=Audit(state_dir / "audit.jsonl") if state_dir is not None and not dry_run else None,
             unfinished=unfinished,
             say=print_note,

@@ -16,7 +16,7 @@ from ckptd.core.policy.local import is_committed
 from ckptd.core.policy.permit import unobserved_remotes
 from ckptd.core.policy.planner import deletable_uncommitted
 from ckptd.core.policy.remote import commits_to_delete, is_configured_otherwise
-from ckptd.core.policy.retention import GONE
+from ckptd.core.policy.retention import DAMAGED, GONE
 from ckptd.core.policy.safety import is_to_upload
 
 if TYPE_CHECKING:
@@ -218,6 +218,8 @@ def _strongest(view: JobView, save: SaveView, verdict: RetentionVerdict) -> str:
         return "not committed yet"
     if save.is_pinned:
         return "pinned"
+    if save.save.tag in view.damaged_tags:
+        return DAMAGED
     if save.has_unlisted:
         return "with files that no COMMIT lists"
     if verdict.awaits == UNIVERSAL and len(verdict.keeps) == 1:

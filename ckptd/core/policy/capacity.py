@@ -642,7 +642,7 @@ def _piece(
         is_committed=safe,
         # not read yet: in a moment it is
         committed_at_seconds=(max(known) if known else written_at) if safe else None,
-        is_pinned=save.is_pinned,
+        is_pinned=save.is_pinned or save.save.tag in view.damaged_tags,
         score=score_of(view, save.save.best),
         may_go=save.is_adopted and not save.has_unlisted and save.save.tag != best,
         is_sent=is_to_upload(view, save) and not any(record.state in _NEVER_SENT for record in records),

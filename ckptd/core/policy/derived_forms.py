@@ -12,11 +12,10 @@ from ckptd.core.model.records import SETTLED, UNIVERSAL, ZERO, DerivedState, Upl
 from ckptd.core.model.save import Order
 from ckptd.core.policy.actions import Action, DropDerived, PointUniversal
 from ckptd.core.policy.leases import is_derived_remotely
-from ckptd.core.policy.retention import RetentionVerdict
+from ckptd.core.policy.retention import LocalVerdicts, RetentionVerdict
 
 if TYPE_CHECKING:
     from ckptd.core.model.records import DerivedRecord
-    from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.view import JobView, RemoteView, SaveView
 
 MAX_CONVERSION_TRIES = 3
@@ -96,7 +95,8 @@ def _will_be_left(view: JobView, save: SaveView) -> bool:
     """Tell whether a local tier will keep the universal form in place of the ZeRO form."""
     policy = view.local_retention
     climbs = policy.has_rung(UNIVERSAL) and not policy.is_ephemeral(save.save.step)
-    return climbs and save.is_intact and save.is_self_contained and not save.is_pinned
+    stays = save.is_pinned or save.save.tag in view.damaged_tags
+    return climbs and save.is_intact and save.is_self_contained and not stays
 
 
 def kept_until_converted(save: SaveView, verdict: RetentionVerdict | None) -> bool:
@@ -127,9 +127,8 @@ def is_converted_on_the_fly(view: JobView, save: SaveView, form: str, *, is_now:
 
 def keep_derived(view: JobView, local: LocalVerdicts) -> list[Action]:
     """Point `latest_universal` at the newest proven universal form, then drop what is no longer kept."""
-    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
+    ready, here = _ready(view)
     short = next_to_evict(view, local)
-    here = {s.save.tag for s in view.saves if s.is_present}
     proven = [s for s in _proven(ready, here) if s is not short]
     actions: list[Action] = []
     # other trainers' loaders look beside the shards, in folders of theirs: ckptd writes no pointer there
@@ -151,9 +150,24 @@ def keep_derived(view: JobView, local: LocalVerdicts) -> list[Action]:
 
 def worth_creating(view: JobView, local: LocalVerdicts, saves: list[SaveView]) -> list[SaveView]:
     """Return those of `saves` whose derived form would not be deleted again at the next turn."""
-    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
-    proven = _proven(ready, {s.save.tag for s in view.saves if s.is_present})
+    proven = _proven(*_ready(view))
     return [s for s in saves if _why_drop(view, s, proven, local) is None]
+
+
+def not_to_stay(view: JobView) -> frozenset[int]:
+    """Return the saves whose universal form is dropped even if retention keeps them as they are."""
+    ready, here = _ready(view)
+    proven = _proven(ready, here)
+    kept = {save.id: RetentionVerdict(keeps=("as it is",)) for save in view.saves}
+    rungs = kept if view.local_retention.has_rung(UNIVERSAL) else {}
+    stays = LocalVerdicts(zero=kept, universal=rungs, forbidden={})
+    return frozenset(s.id for s in ready if _why_drop(view, s, proven, stays) is not None)
+
+
+def _ready(view: JobView) -> tuple[list[SaveView], set[str]]:
+    """Return the saves whose universal form is here, oldest first, and the tags that are."""
+    ready = sorted((s for s in view.saves if s.universal.state is DerivedState.READY), key=lambda s: s.order)
+    return ready, {s.save.tag for s in view.saves if s.is_present}
 
 
 def _proven(ready: list[SaveView], here: set[str]) -> list[SaveView]:

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING
 from ckptd.core.model.manifest import cells_of
 from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedState, UploadState
 from ckptd.core.model.save import best_named
+from ckptd.core.policy.derived_forms import not_to_stay
 from ckptd.core.policy.permit import may_go_uncommitted, uncommitted_policy
-from ckptd.core.policy.retention import PolicyFacts, PolicyItem, RetentionVerdict, apply_policy
+from ckptd.core.policy.retention import (
+    LocalVerdicts,
+    PolicyFacts,
+    PolicyItem,
+    RetentionVerdict,
+    apply_policy,
+)
 from ckptd.core.policy.view import HERE, CommitRef
 
 if TYPE_CHECKING:
@@ -53,19 +60,6 @@ def was_committed(uploads: Mapping[tuple[str, str], UploadRecord], required: Seq
     done = (UploadState.COMMITTED, UploadState.DELETED)
     zero = [uploads.get((name, ZERO)) for name in required]
     return bool(zero) and all(record is not None and record.state in done for record in zero)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalVerdicts:
-    """Hold the verdicts of local retention by save id and form."""
-
-    zero: dict[int, RetentionVerdict]
-    """Save id → verdict on its ZeRO form, for every save whose folder is here."""
-    universal: dict[int, RetentionVerdict]
-    """Save id → verdict on its universal form, where a ladder decides; else the other rules do."""
-    forbidden: dict[int, tuple[str, ...]]
-    """Save id → why nobody may delete it, whatever the retention keys say, for every save whose folder is
-    here."""
 
 
 def keep_local(view: JobView) -> LocalVerdicts:
@@ -121,11 +115,13 @@ def _by_policy(
     """Return the policy's verdicts; uncommitted saves count only where they may be deleted."""
     dates = dates_of(view)
     required = [remote.name for remote in view.remotes if remote.is_required]
-    held = [_held(view, save, required, dates) for save in committed]
+    # what the same turn drops is no reason to delete a checkpoint
+    leaving = not_to_stay(view) if view.local_retention.keep_bytes is not None else frozenset()
+    held = [_held(view, save, required, dates, leaving) for save in committed]
     by_policy = apply_policy(held, view.local_retention)
     if not droppable:
         return by_policy
-    everything = [*held, *(_held(view, save, required, dates) for save in droppable)]
+    everything = [*held, *(_held(view, save, required, dates, leaving) for save in droppable)]
     among_all = apply_policy(everything, uncommitted_policy(view))
     mine = {str(save.id): {ZERO: _uncommitted(among_all[str(save.id)][ZERO])} for save in droppable}
     return (
@@ -155,8 +151,13 @@ def dates_of(view: JobView) -> Dates:
     }
 
 
-def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) -> PolicyFacts:
-    """Return the facts of a save for the policy, dated by the last of its COMMITs on required remotes."""
+def _held(
+    view: JobView, save: SaveView, required: Sequence[str], dates: Dates, leaving: Collection[int]
+) -> PolicyFacts:
+    """Return the facts of a save for the policy, dated by the last of its COMMITs on required remotes.
+
+    `leaving`: saves whose universal form is not counted.
+    """
     is_ready = _is_ready(save)
     keys = ((name, save.upload(name, ZERO).commit_key or "") for name in required)
     times = [dates[key] for key in keys if key in dates]
@@ -166,9 +167,10 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
         item=PolicyItem(
             key=str(save.id),
             order=save.order,
-            bytes=bytes_here(save),
+            bytes=bytes_here(save, has_universal=save.id not in leaving),
             pinned=save.is_pinned,
             is_damaged=any((HERE, save.save.tag, form) in view.damaged for form in (ZERO, UNIVERSAL)),
+            has_damaged_copy=save.save.tag in view.damaged_tags,
             committed_at_seconds=max(known) if known and len(known) == len(times) else None,
             score=score_of(view, save.save.best),
         ),
@@ -177,9 +179,10 @@ def _held(view: JobView, save: SaveView, required: Sequence[str], dates: Dates) 
     )
 
 
-def bytes_here(save: SaveView) -> int:
+def bytes_here(save: SaveView, *, has_universal: bool = True) -> int:
     """Return the bytes of a save's forms on this node; a clone takes none of its own."""
-    made = save.universal.bytes if _is_ready(save) and not save.universal.is_cloned else 0
+    is_counted = has_universal and _is_ready(save) and not save.universal.is_cloned
+    made = save.universal.bytes if is_counted else 0
     return made + (save.save.total_bytes if save.is_present else 0)
 
 

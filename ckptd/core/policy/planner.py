@@ -45,8 +45,7 @@ from ckptd.core.policy.uploads import early_uploads, next_upload
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckptd.core.policy.local import LocalVerdicts
-    from ckptd.core.policy.retention import RetentionVerdict
+    from ckptd.core.policy.retention import LocalVerdicts, RetentionVerdict
     from ckptd.core.policy.view import JobView, RemoteCommit, SaveView
 
 _COMMITTED = "committed"

@@ -55,6 +55,7 @@ class Generation:
                 bytes=sum(c.bytes for c in self.commits.values()),
                 pinned=lead.tag in view.pinned_tags,
                 is_damaged=any((remote, lead.tag, form) in view.damaged for form in self.commits),
+                has_damaged_copy=lead.tag in view.damaged_tags,
                 committed_at_seconds=min((at for at in times if at is not None), default=None),
                 score=score_of(view, best),
             ),

@@ -16,13 +16,14 @@ from ckptd.core.policy.actions import CancelUpload, DeleteRemote, DropDerived, R
 from ckptd.core.policy.deletion import delete_one
 from ckptd.core.policy.local import BEING_READ, best_here, best_there, is_committed, resumed_tag
 from ckptd.core.policy.remote import generations_of, is_configured_otherwise
+from ckptd.core.policy.view import HERE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ckptd.core.policy.actions import Action
-    from ckptd.core.policy.local import LocalVerdicts
     from ckptd.core.policy.remote import Generation
+    from ckptd.core.policy.retention import LocalVerdicts
     from ckptd.core.policy.view import JobView, RemoteView, RemovalRequest, SaveView
 
 _STATUS = "`ckptd status JOB` says why"
@@ -45,7 +46,7 @@ def judge_removal(view: JobView, local: LocalVerdicts) -> tuple[RemovalRow, ...]
             if remote.name in removal.remotes:
                 there = _judge_there(view, remote, removal, tag, here)
                 rows += [there] if there is not None else []
-    return tuple(rows)
+    return _with_damaged(view, rows)
 
 
 def removal_actions(view: JobView, rows: Iterable[RemovalRow]) -> list[Action]:
@@ -275,6 +276,25 @@ def _needs_commits(view: JobView, name: str, tag: str) -> bool:
 
 
 # --- both ------------------------------------------------------------------------------------------------
+
+
+def _with_damaged(view: JobView, rows: list[RemovalRow]) -> tuple[RemovalRow, ...]:
+    """Keep a copy that may repair a damaged one elsewhere, unless the damaged one goes as well."""
+    there = {(remote.name, commit.tag) for remote in view.remotes for commit in remote.commits}
+    there |= {(HERE, save.save.tag) for save in view.saves if save.is_present}
+    going = {(row.remote or HERE, row.tag) for row in rows if row.verdict in ("delete", "wait")}
+    staying = {(place, tag) for place, tag, _ in view.damaged} & there - going
+    places = {tag: place for place, tag in staying}
+    return tuple(
+        _for_repair(row, places[row.tag]) if row.verdict == "delete" and row.tag in places else row
+        for row in rows
+    )
+
+
+def _for_repair(row: RemovalRow, place: str) -> RemovalRow:
+    where = "here" if place == HERE else f"on {place}"
+    way = f"`ckptd rm JOB {shlex.quote(row.tag)}` deletes both"
+    return _row(row, "keep", f"it may repair the copy {where}, which is damaged", way)
 
 
 def _obstacle(view: JobView, row: RemovalRow, remotes: list[RemoteView]) -> RemovalRow | None:

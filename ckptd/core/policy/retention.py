@@ -84,6 +84,19 @@ class RetentionVerdict:
         return replace(self, keeps=self.keeps + more) if more else self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalVerdicts:
+    """Hold the verdicts of local retention by save id and form."""
+
+    zero: dict[int, RetentionVerdict]
+    """Save id → verdict on its ZeRO form, for every save whose folder is here."""
+    universal: dict[int, RetentionVerdict]
+    """Save id → verdict on its universal form, where a ladder decides; else the other rules do."""
+    forbidden: dict[int, tuple[str, ...]]
+    """Save id → why nobody may delete it, whatever the retention keys say, for every save whose folder is
+    here."""
+
+
 def step_down(
     ladder: Sequence[Tier], age: Age, forms: Collection[str], standing: Collection[str], otherwise: str
 ) -> dict[str, RetentionVerdict]:
@@ -127,7 +140,7 @@ Unuploaded = Literal["keep", "thin", "delete"]
 """Treatment of a checkpoint that is not committed: it stays; it goes once a newer one of its branch is
 committed; the limit applies to it."""
 
-_DAMAGED = "a copy of it is damaged"
+DAMAGED = "a copy of it is damaged"
 _MOST_GAPS = 4
 """A gap between two COMMITs counts as at most so many usual ones."""
 
@@ -226,6 +239,8 @@ class PolicyItem:
     pinned: bool = False
     is_damaged: bool = False
     """It stays, and no key counts it: it takes no sound one's place."""
+    has_damaged_copy: bool = False
+    """Here or in another place: it stays."""
     committed_at_seconds: float | None = None
     """Unix time in its COMMIT; None: not known (yet), and every key that goes by time keeps it."""
     score: float | None = None
@@ -288,7 +303,7 @@ def keep_reasons(items: Sequence[PolicyItem], policy: RetentionPolicy) -> dict[s
     Newest is by (branch, step, save_seq), so a rewound run's new saves count before the abandoned ones (P9).
     The newest item is always kept.
     """
-    reasons: dict[str, list[str]] = {item.key: [_DAMAGED] if item.is_damaged else [] for item in items}
+    reasons: dict[str, list[str]] = {item.key: [DAMAGED] if item.is_damaged else [] for item in items}
     newest_first = sorted((i for i in items if not i.is_damaged), key=lambda i: i.order, reverse=True)
     permanent = [item for item in newest_first if not policy.is_ephemeral(item.order.step)]
     unlimited = _unlimited(policy)
@@ -354,6 +369,8 @@ def _named_or_dated(item: PolicyItem, policy: RetentionPolicy, age_seconds: floa
         why.append(f"keep_steps {item.order.step}")
     if item.pinned:
         why.append("pinned")
+    if item.has_damaged_copy:
+        why.append(DAMAGED)
     return why
 
 

@@ -310,6 +310,8 @@ class JobView:
     """Pinned tags, also those of which no save is on this node."""
     damaged: frozenset[tuple[str, str, str]] = frozenset()
     """(remote or HERE, tag, form) of what is damaged, or cannot be read, there."""
+    damaged_tags: frozenset[str] = field(init=False, compare=False)
+    """Checkpoints of which retention deletes no copy: a sound one may repair the damaged one."""
     not_to_delete: frozenset[int] = frozenset()
     """Ids of saves whose deletion from this node failed a short while ago."""
     not_to_upload_late: frozenset[tuple[int, str]] = frozenset()
@@ -346,6 +348,7 @@ class JobView:
             if save.was_found_first:
                 newest[save.is_model_only] = max(save.order, newest.get(save.is_model_only, save.order))
         object.__setattr__(self, "newest_found", newest)
+        object.__setattr__(self, "damaged_tags", frozenset(tag for _, tag, _ in self.damaged))
         whole = sorted((s for s in self.saves if s.is_intact), key=lambda s: s.order, reverse=True)
         kinds = {kind: tuple(s for s in whole if s.is_model_only == kind) for kind in (False, True)}
         object.__setattr__(self, "intact", kinds)

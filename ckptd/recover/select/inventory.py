@@ -183,14 +183,22 @@ class LocalCheckpoint:
 
 
 def read_remote_inventory(
-    name: str, url: str, owner: Owner | None, access: Access = _DEFAULT, *, is_tolerant: bool = False
+    name: str,
+    url: str,
+    owner: Owner | None,
+    access: Access = _DEFAULT,
+    *,
+    node_id: str = "",
+    is_tolerant: bool = False,
 ) -> RemoteInventory:
     """Read a remote; `owner`: whose it must be (None: anybody's); `is_tolerant`: as `read_remote`.
+
+    `node_id`: of the node that will upload to it: two that send one object must not share its partial file.
 
     Raises:
         RemoteUnreachable, RemoteNotOurs: it is not there, or not this job's (69).
     """
-    store = open_apart(name, url, access)
+    store = open_apart(name, url, access, owner=node_id)
     try:
         observation = read_remote(store, is_tolerant=is_tolerant)
     except RemoteNotOurs as error:

@@ -59,6 +59,8 @@ class Where:
     remotes: tuple[RemoteConfig, ...]
     owner: Owner | None
     job: JobConfig | None = None
+    node_id: str = ""
+    """This node's, where something is sent to the remotes."""
 
     def read(
         self, say: Callable[[str], None], failures: dict[str, CkptdError], *, is_tolerant: bool = False
@@ -95,7 +97,10 @@ class Where:
     def read_one(self, name: str, *, is_tolerant: bool = False) -> RemoteInventory:
         """Read the remote of that name."""
         remote = self.remote(name)
-        return read_remote_inventory(name, remote.url, self.owner, access_of(remote), is_tolerant=is_tolerant)
+        access = access_of(remote)
+        return read_remote_inventory(
+            name, remote.url, self.owner, access, node_id=self.node_id, is_tolerant=is_tolerant
+        )
 
 
 def where_of(

@@ -298,7 +298,7 @@ def heal_documents(
     no COMMIT that is gone together with an object: then nothing more is kept of it.
 
     Raises:
-        RemoteError: the store refuses, or does not give back what was written.
+        RemoteError: the store refuses, or does not give back what was written; nothing was written before.
     """
     documents = kept.of(where)
     commits = [one for one in documents if not one.key.startswith(NODES)]
@@ -309,8 +309,14 @@ def heal_documents(
         kept.forget(where)
         return []
     wrong = [one for one in documents if found[one.key] != one.data]
-    for one in () if dry_run else wrong:
-        _write(store, one, is_gone=found[one.key] is None)
+    for number, one in enumerate(() if dry_run else wrong):
+        try:
+            _write(store, one, is_gone=found[one.key] is None)
+        except CkptdError:
+            if not number:
+                raise
+            wrong = wrong[:number]  # what was written is told; the next look meets the rest
+            break
     return [
         RepairedDocument(
             key=one.key,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptd.core.model.manifest import ManifestFile, RemoteIdentity
     from ckptd.storage.remote.documents import Stem
     from ckptd.storage.remote.messages import CommitView
-    from ckptd.storage.stores.base import Progress, Source, Store
+    from ckptd.storage.stores.base import ObjectInfo, Progress, Source, Store
 
 SPARE = f"{ROOT}/spare/"
 _AHEAD_BYTES = 8 << 20
@@ -118,6 +118,12 @@ def holds(store: Store, key: str, file: ManifestFile) -> bool:
     return to_hex(crc64_of(source, 0, file.bytes)) == file.checksums.crc64nvme
 
 
+def _is_still(store: Store, bad: ObjectInfo, file: ManifestFile) -> bool:
+    """Tell whether an object is the one that was read as bad: another node may have put it right since."""
+    now = store.stat(bad.key)
+    return now == bad and (bad.mtime_ns > 0 or not holds(store, bad.key, file))
+
+
 def staging_key(file: ManifestFile) -> str:
     """Return the key under which the good bytes of an object lie while the bad ones are replaced."""
     name = hashlib.sha256(f"{file.key}\0{file.checksums.crc64nvme}".encode()).hexdigest()
@@ -162,16 +168,21 @@ class ObjectRepairer:
         """
         self._still_counts(view)
         self._is_alone(file)
-        store, spare = self._store, staging_key(file)
-        if store.stat(file.key) is not None:
+        store, spare, has_spare = self._store, staging_key(file), False
+        while (bad := store.stat(file.key)) is not None:
             # one reading found it bad, perhaps hours ago: a flip on the way, or sent by another repair since
             if holds(store, file.key, file):
+                if has_spare:
+                    store.delete(spare)
                 return False
             if not holds(store, spare, file):
                 store.delete(spare)
                 self._send(spare, file, open_source())
+            has_spare = True
             self._still_counts(view)
-            store.delete(file.key)
+            if _is_still(store, bad, file):
+                store.delete(file.key)
+                break
         self._send(file.key, file, open_source())
         store.delete(spare)
         if not confirm(store, ((view.key, view.sha256),), self._identity).ok:

@@ -95,23 +95,21 @@ def scrub(
     where = stem_of_key(order.commit_key)
     if where is None:
         return Scrubbed(is_gone=True)
-    repaired: tuple[str, ...] = ()
-    read = _documents(attached, order, where)
-    if order.place == "remote" and attached.kept is not None and settings is not None:
-        repaired = _side_documents(attached.kept, store, settings)
-        if isinstance(read, Scrubbed) and not read.unread:
-            repaired += _repaired(attached.kept, store, where, settings)
-            read = _documents(attached, order, where)  # a second time, whether or not it was repaired
-        elif isinstance(read, _Documents) and not order.after:
-            keep_documents(attached.kept, store, read.commits, attached.manifests, settings.node)
+    repaired: list[str] = []
     try:
+        read = _healed_documents(attached, order, where, settings, repaired)
         found = read if isinstance(read, Scrubbed) else _files(attached, read, order, pacer, check, settings)
-    except (DamagedError, RefusedError, NotPermitted, StorageError):
-        if order.place == "here":
+    except CkptdError as error:
+        is_of_commit = isinstance(error, DamagedError | RefusedError | NotPermitted | StorageError)
+        if is_of_commit and order.place == "remote":
+            # it is named, and the others are read
+            found = Scrubbed(unread=order.only or (order.commit_key,))
+        elif repaired:
+            # what was written again is told now; the next order compares, or meets the same error
+            found = Scrubbed(next_after=order.after, unread=order.only)
+        else:
             raise
-        # of this COMMIT: it is named, and the others are read
-        found = Scrubbed(unread=order.only or (order.commit_key,))
-    return found.model_copy(update={"repaired": repaired})
+    return found.model_copy(update={"repaired": tuple(repaired)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,22 @@ class _Documents:
 
     commits: list[CommitView]
     manifests: list[NodeManifest]
+
+
+def _healed_documents(
+    attached: AttachedRemote, order: Scrub, where: Stem, settings: RemoteSettings | None, repaired: list[str]
+) -> _Documents | Scrubbed:
+    """Read what an order is about, after what is kept was written again; its keys are added to `repaired`."""
+    store, kept = attached.store, attached.kept
+    read = _documents(attached, order, where)
+    if order.place == "remote" and kept is not None and settings is not None:
+        repaired += _side_documents(kept, store, settings)
+        if isinstance(read, Scrubbed) and not read.unread:
+            repaired += _repaired(kept, store, where, settings)
+            return _documents(attached, order, where)  # a second time, whether or not it was repaired
+        if isinstance(read, _Documents) and not order.after:
+            keep_documents(kept, store, read.commits, attached.manifests, settings.node)
+    return read
 
 
 def _documents(attached: AttachedRemote, order: Scrub, where: Stem) -> _Documents | Scrubbed:

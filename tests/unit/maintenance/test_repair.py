@@ -5,18 +5,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptd.base import extents, files
-from ckptd.core.model.manifest import Tombstone, to_bytes
-from ckptd.errors import NothingCommitted
+from ckptd.core.model.manifest import ManifestFile, Tombstone, to_bytes
+from ckptd.errors import NothingCommitted, RemoteUnreachable
 from ckptd.maintenance.repair import HERE
 from ckptd.recover.fetch import Fetcher
+from ckptd.recover.select.sources import Where
 from ckptd.storage.child.apart import ApartStore
+from ckptd.storage.remote.repair import ObjectRepairer, StoreSource
+from ckptd.storage.stores.base import Source
+from ckptd.storage.stores.open import open_store
 from ckptd.storage.stores.rate_limit import RateLimiter
 from tests.attacks.test_hostile_remotes import rewrite
 from tests.support.repair_scene import LONG_AGO_NS, RepairScene, bare, built, outcomes, run_here, scene
@@ -239,6 +244,59 @@ def test_beside_a_daemon_only_remotes_are_repaired(scene: RepairScene) -> None:
     assert [(row.where, row.outcome) for row in done.rows] == [(HERE, "left"), ("nas", "repaired")]
     assert done.exit_code() == 75
     assert "a daemon owns" in done.rows[0].reason
+
+
+def repairer(scene: RepairScene, node_id: str) -> tuple[Callable[[Callable[[], Source]], bool], ManifestFile]:
+    """One node's repair of the first bad object on nas, and what should lie there."""
+    where = Where(remotes=scene.job_with(scene.nas).remotes, owner=None, node_id=node_id)
+    remote = where.read_one("nas")
+    (view,) = (one for one in remote.commits if one.commit.tag == TAG)
+    key = f"{TAG}/{scene.shard(1).name}"
+    (file,) = (f for m in remote.manifests(view.commit) for f in m.files if f.key == key)
+    here = ObjectRepairer(remote.store, remote.observation.identity, lambda *_: None, lambda *_: None)
+    return partial(here.put_right, view, file), file
+
+
+def test_what_another_node_put_right_meanwhile_is_not_removed(scene: RepairScene) -> None:
+    """Both read it as bad; the second one's source goes away before it could send it again."""
+    good = contents(scene.nas)
+    scene.flip(scene.shard(1, root=scene.nas))
+    first, file = repairer(scene, "first")
+    second, _ = repairer(scene, "second")
+    asked: list[bool] = []
+
+    def source() -> Source:
+        return StoreSource(open_store(str(scene.nas2)), file)
+
+    def source_that_ends() -> Source:
+        if asked:
+            raise RemoteUnreachable("the other remote went away")
+        asked.append(first(source))
+        return source()
+
+    assert not second(source_that_ends)
+    assert asked == [True]
+    assert {key: data for key, (data, _) in contents(scene.nas).items()} == {k: v[0] for k, v in good.items()}
+
+
+def test_two_nodes_send_the_same_object_side_by_side(scene: RepairScene) -> None:
+    """Neither takes the other's half upload for its own, nor removes it."""
+    good = contents(scene.nas)
+    scene.flip(scene.shard(1, root=scene.nas))
+    first, file = repairer(scene, "first")
+    second, _ = repairer(scene, "second")
+    begun: list[bool] = []
+
+    class Between(StoreSource):
+        def read_into(self, offset: int, buffer: memoryview) -> int:
+            if not begun:
+                begun.append(True)
+                first(lambda: StoreSource(open_store(str(scene.nas2)), file))
+            return super().read_into(offset, buffer[:512])
+
+    second(lambda: Between(open_store(str(scene.nas2)), file))
+    after = contents(scene.nas)
+    assert all(after[key][0] == good[key][0] for key in good)
 
 
 def test_an_object_that_was_misread_once_is_not_touched(

@@ -64,6 +64,15 @@ def test_a_damaged_copy_here_keeps_an_older_one_here(form: str) -> None:
     assert "a copy of it is damaged" in keep_local(_view((HERE, "s2b1", form))).zero[2].keeps
 
 
+@pytest.mark.parametrize("place", [HERE, NAS])
+def test_retention_deletes_no_copy_of_what_is_damaged_and_says_why(place: str) -> None:
+    """It is not called pinned: `ckptd pin JOB TAG --remove` would not help."""
+    view = _view((place, "s1b1", ZERO))
+    assert keep_local(view).zero[1].keeps == ("a copy of it is damaged",)
+    there = keep_remote(replace(view, saves=()))[NAS, key_of(sealed(1))]
+    assert there.keeps == ("a copy of it is damaged",)
+
+
 def test_a_damaged_copy_in_a_remote_keeps_an_older_one_there() -> None:
     """Each place by its own copies."""
     gone = replace(_view(), saves=())

@@ -32,7 +32,7 @@ from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
 from ckptd.core.policy.safety import is_to_upload
 from ckptd.core.policy.uploads import EARLY
-from ckptd.core.policy.view import Disk, GenerationAnswer, JobView, LeaseStatus, RemoteView, SaveView
+from ckptd.core.policy.view import Disk, Drain, GenerationAnswer, JobView, LeaseStatus, RemoteView, SaveView
 from tests.support.core_views import (
     NAS,
     committed_record,
@@ -130,6 +130,20 @@ def test_the_newest_and_what_is_newer_than_the_newest_committed_stay() -> None:
     """What lies above the newest committed save is not counted and not touched."""
     saves = [save_view(1, sealed(1)), save_view(2, sealed(2)), save_view(3, sealed(3), committed=False)]
     assert pruned(job_view(saves)) == ["s1b1"]
+
+
+@pytest.mark.parametrize("can_clone", [False, True])
+@pytest.mark.parametrize("gone", [frozenset[int](), frozenset({3})])
+def test_keep_bytes_counts_no_universal_form_that_goes(can_clone: bool, gone: frozenset[int]) -> None:
+    """Of the older universal form it is the same before it is dropped and after: three and one form fit."""
+    ready = DerivedRecord(state=DerivedState.READY, bytes=100, is_source_verified=True, is_cloned=can_clone)
+    forms = {n: ready if n in {3, 4} - gone else DerivedRecord() for n in (1, 2, 3, 4)}
+    saves = [save_view(n, sealed(n), universal=forms[n]) for n in (1, 2, 3, 4)]
+    limit = RetentionPolicy(keep_bytes=300 if can_clone else 400)
+    disk = Disk(free_bytes=10_000, reserve_bytes=0, can_clone=can_clone)
+    view = job_view(saves, local_retention=limit, disk=disk)
+    assert pruned(view) == ["s1b1"]
+    assert {a.save_id for a in of(view, DropDerived)} == (set() if can_clone else {3} - gone)
 
 
 def test_the_newest_stays_whatever_the_policy_says() -> None:
@@ -468,8 +482,9 @@ def test_an_early_upload_makes_way_unless_it_is_of_the_very_file_that_waits() ->
     ):
         busy = {"is_busy": True, "uploading": EARLY, "uploading_early": (tag, file)}
         view = _while_one_is_written(waiting, remote=busy)
-        assert [one.remote for one in of(view, CancelUpload)] == [NAS] * makes_way
-        assert of(view, Upload) == of(view, UploadEarly) == []
+        for now in (view, replace(view, drain=Drain(seconds_left=100.0, speeds={NAS: 1e9}))):
+            assert [one.remote for one in of(now, CancelUpload)] == [NAS] * makes_way
+            assert of(now, Upload) == of(now, UploadEarly) == []
 
 
 def _with_farm(*saves: SaveView, **changes: Any) -> JobView:

@@ -13,7 +13,7 @@ from ckptd.core.model.records import UNIVERSAL, ZERO, DerivedRecord, DerivedStat
 from ckptd.core.policy import actions as a
 from ckptd.core.policy.planner import plan
 from ckptd.core.policy.retention import RetentionPolicy
-from ckptd.core.policy.view import Drain, LeaseStatus, RemoteView, RemovalRequest, SaveView
+from ckptd.core.policy.view import HERE, Drain, LeaseStatus, RemoteView, RemovalRequest, SaveView
 from tests.support.core_views import (
     NAS,
     confirmation,
@@ -119,6 +119,22 @@ def test_what_forbids_it_in_both_places(why: str) -> None:
     assert {verdict for verdict, _ in said(view).values()} == {"keep"}
     assert all(text == why for _, text in said(view).values()), said(view)
     assert deletions(view) == []
+
+
+@pytest.mark.parametrize("place", [HERE, NAS])
+def test_what_is_damaged_goes_when_a_person_names_it(place: str) -> None:
+    """Alone no sound copy does, which may repair the damaged one; nor where the damaged one stays."""
+    damaged = frozenset({(place, FIRST, ZERO)})
+    view = view_of(FIRST, damaged=damaged)
+    assert set(said(view).values()) == {("delete", "")}
+    assert deletions(view) == ["here 1: ckptd rm by me"]
+    nowhere: dict[str, Any] = {"remotes": frozenset()}
+    sound = nowhere if place == NAS else {"is_here": False}
+    assert {verdict for verdict, _ in said(view_of(FIRST, damaged=damaged, asked=sound)).values()} == {"keep"}
+    bad = nowhere if place == HERE else {}
+    assert deletions(view_of(FIRST, damaged=damaged, asked=bad)) == ["here 1: ckptd rm by me"]
+    word = said(view_of(FIRST, damaged=frozenset({(NAS, FIRST, ZERO)}), asked=nowhere))
+    assert word[f"here {FIRST}"] == ("keep", "it may repair the copy on nas, which is damaged")
 
 
 def test_the_newest_stays_in_each_place() -> None:

@@ -198,13 +198,14 @@ def test_a_node_that_another_is_configured_unlike_may_not_delete(
 @pytest.mark.parametrize(
     ("pins", "damaged"), [((), ()), (("s1b1",), ()), ((), ("s1b1",)), (("s2b1",), ("s1b1",))]
 )
-def test_what_is_damaged_in_a_remote_is_kept_like_what_is_pinned(
+def test_what_is_damaged_in_a_remote_is_not_called_pinned(
     house: House, pins: tuple[str, ...], damaged: tuple[str, ...]
 ) -> None:
-    """What lies here may be all that a repair can take it from."""
+    """What lies here may be all that a repair can take it from: it is kept for that, as what it is."""
     view = _planned(house, pins=pins, damaged=damaged)
-    assert view.pinned_tags == {*pins, *damaged}
-    assert view.saves[0].is_pinned is ("s1b1" in {*pins, *damaged})
+    assert view.pinned_tags == set(pins)
+    assert view.saves[0].is_pinned is ("s1b1" in pins)
+    assert view.damaged_tags == set(damaged)
 
 
 def _planned(

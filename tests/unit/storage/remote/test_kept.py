@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from ckptd.core.model.decision import Decision, pinned_tags
 from ckptd.core.model.manifest import Commit, Tombstone, parse, sha256_of, side_key, stem, to_bytes
 from ckptd.core.model.runs import RUNS, Row
 from ckptd.core.policy.leases import numbered
-from ckptd.errors import NotPermitted
+from ckptd.errors import NotPermitted, RemoteUnreachable
 from ckptd.storage.remote.attach import take_over
 from ckptd.storage.remote.documents import ManifestCache, read_commit
 from ckptd.storage.remote.kept import (
@@ -27,11 +27,15 @@ from ckptd.storage.remote.kept import (
     keep_documents,
     keep_side_documents,
 )
+from ckptd.storage.remote.messages import RemoteSettings
 from ckptd.storage.remote.observe import is_pinned, read_remote, record
+from ckptd.storage.remote.scrub import scrub
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
+from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from tests.support.repair_scene import RepairScene, built, outcomes, scene
 from tests.support.restore_scene import TAG
+from tests.unit.storage.remote.test_scrub import ground, nothing, piece
 
 __all__ = ["built", "scene"]
 
@@ -402,6 +406,53 @@ def test_side_documents_are_compared_once_a_day(beside: Beside, monkeypatch: pyt
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 86401)
     assert beside.kept.is_comparison_due()
+
+
+def test_what_a_scrub_wrote_again_is_told_though_it_is_cancelled(node: Remembered) -> None:
+    """A save begins while the objects are read: the order ends where it began, and is given again."""
+    order = piece(node.scene)
+    cut(node.commit)
+
+    def stop() -> None:
+        raise Cancelled("a save is written")
+
+    settings = RemoteSettings(
+        name="nas",
+        url=str(node.scene.nas),
+        job="run",
+        save_dir=str(node.scene.save_dir),
+        same_filesystem=True,
+        node="n0",
+        node_id="id-n0",
+        state_dir=str(node.scene.state),
+    )
+    attached = replace(ground(node.scene), kept=node.kept())
+    told = scrub(attached, order, RateLimiter(), stop, settings)
+    assert told.repaired == (f"_ckptd/commits/{STEM}.json",)
+    assert (told.next_after, told.bad, told.is_gone) == ("", (), False)
+    only = order.model_copy(update={"only": ("one",)})
+    cut(node.commit)
+    assert scrub(attached, only, RateLimiter(), nothing, settings).repaired
+    with pytest.raises(Cancelled):
+        scrub(attached, order, RateLimiter(), stop, settings)
+
+
+def test_the_documents_written_before_the_store_refused_are_told(
+    node: Remembered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut(node.commit)
+    cut(node.manifest)
+    real = DirectoryStore.put
+    written: list[str] = []
+
+    def put(self: DirectoryStore, key: str, data: bytes) -> None:
+        if written:
+            raise RemoteUnreachable("gone")
+        written.append(key)
+        real(self, key, data)
+
+    monkeypatch.setattr(DirectoryStore, "put", put)
+    assert [one.key for one in heal_documents(node.kept(), node.store, WHERE)] == written
 
 
 def test_verify_repairs_side_documents(beside: Beside) -> None:
