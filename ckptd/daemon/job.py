@@ -25,7 +25,7 @@ from ckptd.daemon.actions.local import LocalActions
 from ckptd.daemon.crash_recovery import finish_after_crash
 from ckptd.daemon.device import check_device
 from ckptd.daemon.health.checks import is_at_rest, notice_gone, report_problems
-from ckptd.daemon.health.drain import drain_view
+from ckptd.daemon.health.drain import drain_view, uncommitted_at_close
 from ckptd.daemon.health.foresight import begin_answer
 from ckptd.daemon.health.removal import removal_view
 from ckptd.daemon.heartbeat import heartbeat_of
@@ -124,6 +124,8 @@ class Job:
         self._initial_scan = InitialScan()
         self.deletion_rights = DeletionRights()
         self._active_at = 0.0
+        self._uncommitted: str | None = None
+        """What was not committed when save_dir was last looked at; None: this daemon never did."""
         self.idle = IdlePolicy()
 
     # --- opening ---------------------------------------------------------------------------------------
@@ -134,6 +136,18 @@ class Job:
         if self._fd is None:
             return "waiting"
         return "watching" if self.state is None else "active"
+
+    @property
+    def unseen(self) -> str:
+        """Say why it is not known whether all that was saved here is committed; empty: it can be looked at,
+        all of it is committed, or nothing was ever saved.
+        """
+        if self.state is not None:
+            return ""
+        if why := self.supervisor.failure or self._uncommitted:
+            return why
+        has_begun = self._uncommitted is None and (self.state_dir / "journal.db").exists()
+        return f"{self.config.save_dir} does not exist" if self._fd is None and has_begun else ""
 
     def open(self) -> None:
         """Take the lock when save_dir exists.
@@ -518,6 +532,7 @@ class Job:
             self.watcher.stop()
             self.watcher = None
         if self.state is not None:
+            self._uncommitted = uncommitted_at_close(self)
             self.leave_line()
             self.local_actions.stop()
             self.healer.stop()

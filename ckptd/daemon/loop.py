@@ -21,8 +21,8 @@ from ckptd.daemon.health.drain import (
     drain_code,
     drained_words,
     is_drained,
+    is_settled,
     missing_after,
-    refused_here,
     stalled_drain,
 )
 from ckptd.daemon.health.exporter import Exporter
@@ -189,6 +189,10 @@ class Daemon:
         else:
             self.jobs.append(job)
             self._termination.apply_to(job)
+            if self._deadline is not None and self._drain_seconds:
+                # a job that a reload, a glob or a healed disk brings is drained with the others
+                passed = time.monotonic() - (self._deadline - self._drain_seconds)
+                job.control.begin_drain(self._drain_seconds, passed_seconds=passed)
             if job.phase == "waiting":
                 with job_lines(config.name):
                     log.info("%s does not exist yet: ckptd waits for it", config.save_dir)
@@ -324,17 +328,24 @@ class Daemon:
     def _is_drained(self, now: float) -> bool:
         """Tell whether the drain is over: nothing is left to upload, or no time."""
         left = {tag for job in self.jobs for tag in missing_after(job)}
+        unseen = [
+            f"job {job.config.name} cannot be looked at: {job.unseen}" for job in self.jobs if job.unseen
+        ]
         if all(is_drained(job) for job in self.jobs):
-            log.info("drained: %s", drained_words(self.jobs))
+            for one in self.invalid:
+                log.warning("what is committed of job %s is not known: %s", one.name, one.error.message)
+            if not self.invalid:
+                log.info("drained: %s", drained_words(self.jobs))
             return True
-        if left and left == {tag for job in self.jobs for tag in refused_here(job)}:
+        if all(is_settled(job) for job in self.jobs):
             log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
             return True
         if self._drained_for(now) >= STILL_SECONDS and (stalled := stalled_drain(self.jobs)):
             log.warning("%s; not committed: %s", not_waited_for(stalled), ", ".join(sorted(left)))
             return True
         if self._deadline is not None and now >= self._deadline:
-            log.warning("the drain deadline passed; not committed: %s", ", ".join(sorted(left)) or _UNSEALED)
+            named = ", ".join([*sorted(left), *unseen]) or _UNSEALED
+            log.warning("the drain deadline passed; not committed: %s", named)
             return True
         return False
 

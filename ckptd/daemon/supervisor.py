@@ -38,6 +38,8 @@ class JobSupervisor:
         self.reserve = Reserve(job.problems, job.config.save_dir)
         self._is_patient = is_patient
         self._again_at_seconds = 0.0
+        self.failure = ""
+        """Text of the error that closed the job; empty: a turn has gone through since."""
         self._ending: CkptdError | None = None
         """Error with which a job without patience ends at its next turn."""
 
@@ -83,10 +85,12 @@ class JobSupervisor:
 
     def works(self) -> None:
         """A turn went through."""
+        self.failure = ""
         self._job.problems.clear("job-interrupted", self._job.config.name)
 
     def _begin_again(self, error: CkptdError) -> None:
         job = self._job
+        self.failure = error.message
         wait_seconds = 0.0 if self.reserve.helps(error, job.state_dir) else AGAIN_SECONDS
         log.error("job %s begins again in %.0f s: %s", job.config.name, wait_seconds, error)
         hint = error.hint or "tried again by itself; if it lasts, see to the disk of the state directory"

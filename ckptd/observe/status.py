@@ -15,6 +15,8 @@ from typing import Literal
 
 SCHEMA_VERSION = 1
 FILE_NAME = "status.json"
+_FIRST_UNIX_SECONDS, _LAST_UNIX_SECONDS = -62_135_596_800.0, 253_402_300_799.0
+"""The years 1 and 9999."""
 
 
 JobStateName = Literal["ok", "behind", "attention", "waiting", "paused", "invalid"]
@@ -358,8 +360,13 @@ def not_waited_for(stalled: Sequence[str]) -> str:
 
 
 def rfc3339(unix_seconds: float) -> str:
-    """Format a time in UTC with milliseconds."""
-    return datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Format a time in UTC with milliseconds.
+
+    They may come from a document that anybody wrote: what no calendar has is shown as its first or last day.
+    """
+    # in this order NaN is the first day
+    shown = min(max(_FIRST_UNIX_SECONDS, unix_seconds), _LAST_UNIX_SECONDS)
+    return datetime.fromtimestamp(shown, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # --- The namespace of process ids ------------------------------------------------------------------------

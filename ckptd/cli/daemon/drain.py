@@ -52,17 +52,31 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from pathlib import Path
 
-        from ckptd.config.quantities import parse_duration
-        from ckptd.errors import UsageError
         from ckptd.storage.local.job_names import must_be_of_this_node
 
-        try:
-            seconds = parse_duration(deadline)
-        except ValueError as error:
-            raise UsageError(f"--deadline: {error}") from error
+        seconds = parse_drain(deadline, "--deadline")
         must_be_of_this_node(job, "drain")
         places = [Path(place) if place else None for place in (state_dir, config_dir)]
         raise typer.Exit(Draining(job, seconds, *places).run())
+
+
+def parse_drain(text: str, option: str) -> float:
+    """Parse the time that a drain has, in seconds.
+
+    Raises:
+        UsageError: it is no duration, or longer than any drain may last.
+    """
+    from ckptd.config.quantities import parse_duration, show_seconds
+    from ckptd.daemon.actions.control import LONGEST_ASKED_SECONDS
+    from ckptd.errors import UsageError
+
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+    if seconds > LONGEST_ASKED_SECONDS:
+        raise UsageError(f"{option} {text}: a drain lasts at most {show_seconds(LONGEST_ASKED_SECONDS)}")
+    return seconds
 
 
 class Draining:

@@ -80,9 +80,10 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from functools import partial
 
+        from ckptd.cli.daemon.drain import parse_drain
         from ckptd.daemon.loop import Daemon
 
-        drain_seconds = _drain_seconds(drain) if drain else None
+        drain_seconds = parse_drain(drain, "--drain") if drain else None
         if url is None and not job:
             save_dir, job = _as_job(save_dir, os.environ, config_dir)
         _configure_logs(log_level, log_format)
@@ -156,16 +157,6 @@ def _must_be_one_of(option: str, value: str, allowed: Sequence[str]) -> None:
 
     if value not in allowed:
         raise UsageError(f"{option} {value!r} is none of {', '.join(allowed)}")
-
-
-def _drain_seconds(text: str) -> float:
-    from ckptd.config.quantities import parse_duration
-    from ckptd.errors import UsageError
-
-    try:
-        return parse_duration(text)
-    except ValueError as error:
-        raise UsageError(f"--drain: {error}") from error
 
 
 def load(

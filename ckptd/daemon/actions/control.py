@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from ckptd.base import files
 from ckptd.base.owned_dirs import opened_ours
@@ -30,6 +30,8 @@ log = logging.getLogger("ckptd.control")
 FOLDER = "control"
 PAUSE, DRAIN, REMOVE, PLAN = "pause.json", "drain.json", "remove.json", "plan.json"
 _LIMIT_BYTES = 64 << 10
+LONGEST_ASKED_SECONDS = 7 * 86_400.0
+"""Limit of a drain that a person asks for: meanwhile nothing is converted or deleted."""
 SHORTEST_DRAIN_SECONDS, LONGEST_DRAIN_SECONDS = 30.0, 900.0
 """Limits of a drain before the node's end: clocks differ, and while it drains all else rests."""
 
@@ -40,23 +42,23 @@ class PauseFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
     is_paused: bool
     by: str = ""
-    at_unix_seconds: float = 0.0
+    at_unix_seconds: FiniteFloat = 0.0
 
 
 class DrainFile(BaseModel):
     """`drain.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    asked_at_unix_seconds: float
-    seconds: float
+    asked_at_unix_seconds: FiniteFloat
+    seconds: float = Field(ge=0, le=LONGEST_ASKED_SECONDS)
 
 
 class RemovalFile(BaseModel):
     """`remove.json`: the checkpoints that `ckptd rm` names; without tags it takes an earlier one back."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    asked_at_unix_seconds: float
-    seconds: float
+    asked_at_unix_seconds: FiniteFloat
+    seconds: FiniteFloat
     """It ends then: what could not be deleted until then stays."""
     tags: tuple[str, ...] = ()
     is_here: bool = False
@@ -71,8 +73,8 @@ class PlanFile(BaseModel):
     """`plan.json`: what would these retention keys delete and keep? Nothing is done."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    asked_at_unix_seconds: float
-    seconds: float
+    asked_at_unix_seconds: FiniteFloat
+    seconds: FiniteFloat
     """The answer is published so long."""
     keys: RetentionKeys
     saves: int = Field(ge=0, le=100)

@@ -122,7 +122,7 @@ class Aws:
         action = self._document("spot/instance-action")
         if action is not None:
             text = f"AWS: spot/instance-action {action.get('action')}"
-            at = self._deadlines.of(text, self.WARNING_SECONDS, action.get("time"))
+            at = self._earlier(text, action.get("time"), _unix(action.get("time")))
             return Notice(text=text, deadline_unix=at)
         rebalance = self._document("events/recommendations/rebalance")
         if rebalance is None:
@@ -130,8 +130,15 @@ class Aws:
             return None
         text, noticed_at = "AWS: rebalance recommendation", _unix(rebalance.get("noticeTime"))
         named = None if noticed_at is None else noticed_at + self.WARNING_SECONDS
-        at = self._deadlines.of(text, self.WARNING_SECONDS) if named is None else named
+        at = self._earlier(text, rebalance.get("noticeTime"), named)
         return Notice(text=text, deadline_unix=at) if at > time.time() else None
+
+    def _earlier(self, text: str, said: object, named_unix: float | None) -> float:
+        """Return the time that is named, and no later than two minutes after its first sight: this node's
+        clock may be behind.
+        """
+        counted = self._deadlines.of(f"{text} {said}", self.WARNING_SECONDS)
+        return counted if named_unix is None else min(named_unix, counted)
 
     def _document(self, path: str) -> dict[str, Any] | None:
         for _ in range(2):

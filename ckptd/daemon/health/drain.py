@@ -100,11 +100,12 @@ def drained_words(jobs: Sequence[WatchedJob]) -> str:
 def drain_code(jobs: Sequence[WatchedJob]) -> int:
     """Return the exit code of a finished drain.
 
-    0: everything is committed; 1: some of it cannot be committed as it is; 3: the time ran out.
+    0: everything is committed; 1: what is left cannot be committed as it is; 3: the time ran out, or a job
+    cannot be looked at.
     """
     if all(is_drained(job) for job in jobs):
         return 1 if any(unprotected_here(job.problems) for job in jobs) else 0
-    return 1 if any(refused_here(job) for job in jobs) else 3
+    return 1 if all(is_settled(job) for job in jobs) else 3
 
 
 def refused_here(job: WatchedJob) -> tuple[str, ...]:
@@ -123,12 +124,30 @@ def refused_here(job: WatchedJob) -> tuple[str, ...]:
 
 def is_drained(job: WatchedJob) -> bool:
     """All that is complete here is committed, and nothing is about to be complete."""
+    return is_settled(job) and not missing_after(job)
+
+
+def is_settled(job: WatchedJob) -> bool:
+    """Tell whether no time commits more: nothing is about to be complete, and what is left is refused."""
     state = job.state
     if state is None:
-        return job.turns > 1
+        return job.turns > 1 and not job.unseen
     if state.is_first_scan or job.needs_turn or state.plan is None or job.view is None:
         return False
-    return not missing_after(job) and not _about_to_be_complete(job, state)
+    return set(missing_after(job)) <= set(refused_here(job)) and not _about_to_be_complete(job, state)
+
+
+def uncommitted_at_close(job: WatchedJob) -> str:
+    """Name what is not committed as a job is closed, for the time in which it cannot be looked at."""
+    state = job.state
+    if state is None or state.is_first_scan or job.view is None:
+        left: tuple[str, ...] = ("what lies there",)
+    elif _about_to_be_complete(job, state):
+        left = (*missing_after(job), "what was being saved")
+    else:
+        left = missing_after(job)
+    lacks = f"{job.config.save_dir} is not as it was when it was last looked at; not committed then: "
+    return f"{lacks}{', '.join(left)}" if left else ""
 
 
 def _about_to_be_complete(job: WatchedJob, state: JobState) -> bool:

@@ -55,6 +55,10 @@ class WatchedJob(Protocol):
         """Return waiting, watching or active."""
 
     @property
+    def unseen(self) -> str:
+        """Say why it is not known whether all that was saved here is committed; empty: it can be seen."""
+
+    @property
     def slows_transfers(self) -> bool:
         """Tell whether transfers slow down for a save."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from ckptd.core.model.records import ObjectRow
 from ckptd.core.policy.actions import DeleteLocal
 from ckptd.daemon.actions.local_deletion import TIDY_SECONDS, LocalDeleter
 from ckptd.daemon.crash_recovery import finish_after_crash
+from ckptd.daemon.health.drain import drain_code, is_drained
 from ckptd.daemon.loop import Daemon
 from ckptd.errors import CkptdError, JournalDamaged, JournalFailed, from_os_error
 from ckptd.observe.audit import Audit
@@ -107,18 +109,24 @@ def test_a_row_that_flipped_sets_the_journal_aside(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_job_begins_again_when_its_journal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed, said, opened anew after ten seconds, and the word is taken back once a turn went through."""
+def opened_daemon(tmp_path: Path) -> Daemon:
+    """A daemon whose only job has an incomplete checkpoint; nothing is done but what a test asks for."""
     (tmp_path / "save" / TAG).mkdir(parents=True)
     (tmp_path / "save" / TAG / "mp_rank_00_model_states.pt").write_bytes(b"PK")
     (tmp_path / "nas").mkdir()
     job_file = tmp_path / "run.toml"
     remote = f'name = "nas"\nurl = "{tmp_path}/nas"\nsame_filesystem = true\n'
     job_file.write_text(f'save_dir = "{tmp_path}/save"\n[[remote]]\n{remote}')
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     daemon = Daemon(load_jobs([job_file], load_daemon(None, {}), {}), {})
     daemon._open_jobs()
+    return daemon
+
+
+def test_a_job_begins_again_when_its_journal_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed, said, opened anew after ten seconds, and the word is taken back once a turn went through."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    daemon = opened_daemon(tmp_path)
     job = daemon.jobs[0]
     try:
         with monkeypatch.context() as patch:
@@ -281,6 +289,66 @@ def test_a_restart_does_not_move_half_a_checkpoint_back(
         finish_after_crash(scene.state, fd, scene.audit)
         assert not (save_dir / TAG).exists()
         assert scene.trash == []
+
+
+def test_a_job_that_cannot_be_looked_at_is_not_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its disk closed, and what was moved away: it may hold saves that nobody has committed."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    daemon = opened_daemon(tmp_path)
+    job = daemon.jobs[0]
+
+    def turns() -> None:
+        nonlocal now
+        for _ in range(3):
+            now += 11
+            daemon._turn(job, now)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "_run", failing(sqlite3.SQLITE_FULL, "opened_at"))
+            turns()
+            assert job.state is None
+            assert "the journal" in job.unseen
+            assert (is_drained(job), drain_code([job])) == (False, 3)
+        turns()
+        assert (job.phase, job.unseen) == ("active", "")
+        (tmp_path / "save").rename(tmp_path / "away")
+        turns()
+        assert (job.phase, is_drained(job), drain_code([job])) == ("waiting", False, 3)
+        assert f"{tmp_path}/save is not as it was" in job.unseen
+        (tmp_path / "save").mkdir()
+        turns()
+        assert (job.phase, is_drained(job)) == ("watching", False)
+    finally:
+        job.close()
+        daemon._workers.stop()
+
+
+def test_a_job_that_is_opened_while_its_daemon_drains_drains_too(tmp_path: Path) -> None:
+    """A reload closes and opens a changed one: it has the time that is left."""
+    daemon = opened_daemon(tmp_path)
+    daemon._drain_seconds = 600.0
+    daemon._on_stop(signal.SIGTERM)
+    (before,) = daemon.jobs
+    drain = before.control.drain
+    assert drain is not None
+    job_file = tmp_path / "run.toml"
+    job_file.write_text(job_file.read_text() + 'bandwidth = "1MB/s"\n')
+    daemon._apply(load_jobs([job_file], load_daemon(None, {}), {}), [before.config])
+    (after,) = daemon.jobs
+    try:
+        assert after is not before
+        assert after.control.is_draining
+        again = after.control.drain
+        assert again is not None
+        assert abs(again.deadline_seconds - drain.deadline_seconds) < 0.1
+        assert abs(again.asked_at_unix - drain.asked_at_unix) < 1.0
+    finally:
+        after.close()
+        daemon._workers.stop()
 
 
 def test_without_patience_a_job_ends_with_the_words_of_the_disk(tmp_path: Path) -> None:

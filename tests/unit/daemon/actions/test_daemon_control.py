@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from ckptd.cli.daemon.drain import parse_drain
 from ckptd.daemon.actions.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
 from ckptd.daemon.health.drain import drain_status
 from ckptd.daemon.state.problems import Problems
+from ckptd.errors import UsageError
+from ckptd.observe.status import rfc3339
 from tests.support.descriptors import no_free_descriptor
 
 
@@ -73,6 +76,31 @@ def test_a_request_that_cannot_be_read_now_is_obeyed_later(
     assert one.is_draining
 
 
+def test_a_drain_without_end_is_refused(tmp_path: Path) -> None:
+    """By the command, and from the file of whoever wrote it otherwise."""
+    assert parse_drain("7d", "--deadline") == 7 * 86_400
+    for text in ("500000w", "169h"):
+        with pytest.raises(UsageError, match=f"--deadline {text}: a drain lasts at most 7d"):
+            parse_drain(text, "--deadline")
+    one = Control()
+    (tmp_path / "control").mkdir()
+    for seconds in ("302400000000.0", "Infinity", "NaN", "-1.0"):
+        text = f'{{"asked_at_unix_seconds": {time.time()}, "seconds": {seconds}}}'
+        (tmp_path / "control" / DRAIN).write_text(text)
+        assert one.refresh(tmp_path)
+        assert not one.is_draining
+
+
+def test_a_time_that_no_calendar_has_breaks_no_status(tmp_path: Path) -> None:
+    write_control(tmp_path, PAUSE, PauseFile(is_paused=True, by="alice", at_unix_seconds=1e300))
+    one = Control()
+    one.refresh(tmp_path)
+    said = one.pause_status()
+    assert said is not None
+    assert said.since == "9999-12-31T23:59:59.000Z"
+    assert {rfc3339(at)[:4] for at in (float("nan"), float("-inf"), -1e300)} == {"0001"}
+
+
 def test_no_link_is_followed(tmp_path: Path) -> None:
     """Whoever may write in save_dir leads the daemon nowhere else (P15)."""
     elsewhere = tmp_path / "elsewhere"
@@ -129,7 +157,7 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     one = Control()
     one.begin_drain(30.0)
     seen_at = [unix[0] - 60.0]
-    job: Any = SimpleNamespace(view=None, state=None, turns=2, problems=Problems(), control=one)
+    job: Any = SimpleNamespace(view=None, state=None, turns=2, unseen="", problems=Problems(), control=one)
     state: Any = SimpleNamespace(plan=None, saves=SimpleNamespace(rows={}), folders=SimpleNamespace(quiet={}))
 
     def told() -> bool:

@@ -38,6 +38,7 @@ class Watched:
             state=None,
             view=None,
             turns=2,
+            unseen="",
             problems=Problems(),
             config=SimpleNamespace(trainer="auto", declared=NOTHING_DECLARED, save_dir=self.dir),
         )

@@ -28,6 +28,8 @@ PREEMPTED = "/computeMetadata/v1/instance/preempted"
 MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 EVENTS = "/metadata/scheduledevents"
 SOON = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)
+"""As a clock that is behind reads AWS's notice, which names two minutes."""
+LEFT_SECONDS = {"aws": 120, "gcp": 30}
 CLOUDS = ("aws", "gcp", "azure")
 
 
@@ -103,7 +105,8 @@ def test_silent_until_the_notice_then_once(service: Metadata, heard: Heard) -> N
     give_notice(service)
     began = time.time()
     notice = notice_of(heard.next())
-    expected = SOON.timestamp() if service.cloud != "gcp" else began + 30
+    left = LEFT_SECONDS.get(service.cloud)
+    expected = SOON.timestamp() if left is None else began + left
     assert abs(notice.deadline_unix - expected) < 3
     assert notice.text in ("AWS: spot/instance-action terminate", "GCP: preempted", "Azure: Preempt")
     with pytest.raises(queue.Empty):
@@ -207,6 +210,32 @@ def test_a_rebalance_recommendation(service: Metadata, *, age: int, is_told: boo
                 heard.next(1.0)
     finally:
         heard.watch.close()
+
+
+@only("aws")
+def test_a_clock_that_is_behind_moves_no_end_of_the_node(service: Metadata) -> None:
+    """Two hours: what the cloud names by its own clock is two minutes after it was first seen at most."""
+    ahead = datetime.now(UTC) + timedelta(hours=2)
+    service.say(REBALANCE, {"noticeTime": ahead.strftime("%Y-%m-%dT%H:%M:%SZ")})
+    heard = Heard(service)
+    try:
+        first = notice_of(heard.next())
+        assert "rebalance" in first.text
+        assert abs(first.deadline_unix - time.time() - 120) < 3
+        ends = (ahead + timedelta(seconds=60)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        service.say(SPOT, {"action": "terminate", "time": ends})
+        notice = notice_of(heard.next())
+        assert "terminate" in notice.text
+        assert abs(notice.deadline_unix - time.time() - 120) < 3
+        with pytest.raises(queue.Empty):
+            heard.next(1.0)
+    finally:
+        heard.watch.close()
+    again = Heard(service)
+    try:
+        assert notice_of(again.next()) == notice, "a daemon that is started again goes on counting"
+    finally:
+        again.watch.close()
 
 
 @only("gcp")
@@ -352,7 +381,7 @@ def test_a_reload_takes_a_notice_back_from_every_job(service: Metadata) -> None:
     notices.apply_to(late)
     assert jobs[0].codes == late.codes == {"node-ending"}
     # an hour ahead it is said, and nothing rests yet
-    assert jobs[0].control.is_draining == late.control.is_draining == (service.cloud == "gcp")
+    assert jobs[0].control.is_draining == late.control.is_draining == (service.cloud != "azure")
     notices.change(DaemonConfig())
     assert jobs[0].codes == set()
     assert (jobs[0].control.drain, jobs[0].control.notice_drain) == (None, None)
