@@ -128,11 +128,12 @@ def test_what_is_damaged_goes_when_a_person_names_it(place: str) -> None:
     view = view_of(FIRST, damaged=damaged)
     assert set(said(view).values()) == {("delete", "")}
     assert deletions(view) == ["here 1: ckptd rm by me"]
-    sound = {"remotes": frozenset()} if place == NAS else {"is_here": False}
+    nowhere: dict[str, Any] = {"remotes": frozenset()}
+    sound = nowhere if place == NAS else {"is_here": False}
     assert {verdict for verdict, _ in said(view_of(FIRST, damaged=damaged, asked=sound)).values()} == {"keep"}
-    bad = {"remotes": frozenset()} if place == HERE else {}
+    bad = nowhere if place == HERE else {}
     assert deletions(view_of(FIRST, damaged=damaged, asked=bad)) == ["here 1: ckptd rm by me"]
-    word = said(view_of(FIRST, damaged=frozenset({(NAS, FIRST, ZERO)}), asked={"remotes": frozenset()}))
+    word = said(view_of(FIRST, damaged=frozenset({(NAS, FIRST, ZERO)}), asked=nowhere))
     assert word[f"here {FIRST}"] == ("keep", "it may repair the copy on nas, which is damaged")
 
 
