@@ -202,12 +202,12 @@ def test_events_that_began_anew_are_a_gap_and_all_that_is_there(
 ) -> None:
     """The state was lost, and the clock may have been ahead before: a follower hears of both."""
     real = time.time
-    monkeypatch.setattr(event_log.time, "time", lambda: real() - 60 + hours * 3600)
+    monkeypatch.setattr(time, "time", lambda: real() - 60 + hours * 3600)
     EventLog(tmp_path).see(job(checkpoint("step1")))
     last = read_events(tmp_path)[-1]["id"]
     for path in tmp_path.iterdir():
         path.unlink()
-    monkeypatch.setattr(event_log.time, "time", real)
+    monkeypatch.setattr(time, "time", real)
     EventLog(tmp_path).see(job(checkpoint("step1"), checkpoint("step2")))
     rows = read_events(tmp_path)
     told = read_events(tmp_path, last)
