@@ -75,6 +75,12 @@ class Found:
     memory: Memory = field(default_factory=Memory)
 
 
+def segment_of(told: dict[str, Any]) -> Segment:
+    """A segment as the trainer, or an earlier run's record, tells it."""
+    series = {name: tuple(value) for name, value in told.items() if name != "stolen"}
+    return Segment(**series, stolen=told["stolen"])
+
+
 def halves() -> tuple[list[int], list[int]]:
     """Cores of the trainer, cores of ckptd; the same ones where there is one core."""
     cores = sorted(os.sched_getaffinity(0))
@@ -111,9 +117,7 @@ class Trainer:
         before = _ticks()
         told = json.loads(self._answers.readline())
         stolen, passed = (now - then for now, then in zip(_ticks(), before, strict=True))
-        return Segment(
-            tuple(told["steps"]), tuple(told["saves"]), tuple(told["cpu"]), stolen / max(1, passed)
-        )
+        return segment_of(told | {"stolen": stolen / max(1, passed)})
 
     def end(self) -> None:
         """Let it leave."""
@@ -220,10 +224,7 @@ def recorded(plan: Plan) -> Found:
     if told.get("plan") != plan.what_is_measured:
         return Found()
 
-    def segment(one: dict[str, Any]) -> Segment:
-        return Segment(tuple(one["steps"]), tuple(one["saves"]), tuple(one["cpu"]), one["stolen"])
-
-    pairs = {k: [Pair(segment(p["plain"]), segment(p["other"])) for p in told[k]] for k in ("AB", "AA")}
+    pairs = {k: [Pair(*map(segment_of, (p["plain"], p["other"]))) for p in told[k]] for k in ("AB", "AA")}
     return Found(pairs, [Work(**one) for one in told["work"]], Memory(**told["memory"]))
 
 

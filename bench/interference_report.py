@@ -15,6 +15,7 @@ from bench.interference_stats import (
     median_cpu,
     median_step,
     p99_step,
+    slowest,
     undisturbed,
 )
 from bench.report import machine
@@ -99,6 +100,8 @@ def render(
         lines.append(
             f"| CPU time of a step, median | {_words(ours)} | {_words(control)} | | for comparison |"
         )
+    if all(pair.plain.queued and pair.other.queued for pair in both):
+        lines += ["", *_where(both)]
     lines += [
         "",
         f"* left out as those from which the host took most: {left_out} of {all_pairs} pairs",
@@ -110,6 +113,26 @@ def render(
         _memory(memory, budget_bytes),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _where(both: Sequence[Pair]) -> list[str]:
+    """Where the time of the slowest of a hundred steps lies, beside that of all steps."""
+
+    def ms(name: str, unit: float = 1e3) -> str:
+        cells = [f"{unit * v:.1f}" for other in (False, True) for v in slowest(both, name, is_other=other)]
+        return " | ".join(cells)
+
+    stolen = [100 * fmean(each) for each in ([p.plain.stolen for p in both], [p.other.stolen for p in both])]
+    return [
+        "| of rank 0, all threads, each step | without ckptd: all | slowest 1 % | with: all | slowest 1 % |",
+        "|---|---|---|---|---|",
+        f"| step, ms | {ms('steps')} |",
+        f"| on a core, ms | {ms('cpu')} |",
+        f"| ready, without a core, ms | {ms('queued')} |",
+        f"| waiting for a disk, ms | {ms('disk')} |",
+        f"| times that a core was taken away | {ms('taken', 1.0)} |",
+        f"| taken by the host, % of the cores' time | {stolen[0]:.2f} | | {stolen[1]:.2f} | |",
+    ]
 
 
 def _scene(both: Sequence[Pair], none: Sequence[Pair]) -> str:

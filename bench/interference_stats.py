@@ -20,11 +20,17 @@ SEED = 20_261_121
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Seconds of each step and of each save; CPU seconds of each step."""
+    """Seconds of each step and of each save; of each step its CPU seconds, and what it waited for."""
 
     steps: tuple[float, ...]
     saves: tuple[float, ...]
     cpu: tuple[float, ...] = ()
+    queued: tuple[float, ...] = ()
+    """Seconds that threads were ready and had no core."""
+    disk: tuple[float, ...] = ()
+    """Seconds that threads waited for a disk."""
+    taken: tuple[float, ...] = ()
+    """Times that a thread lost its core."""
     stolen: float = 0.0
     """Share of the time of the trainer's cores that the host gave to others."""
 
@@ -85,6 +91,14 @@ def mean_save(pairs: Sequence[Pair]) -> Statistic:
 def median_cpu(pairs: Sequence[Pair]) -> Statistic:
     """As `median_step`, of the CPU time of steps: without waits for a core."""
     return _middle([float(np.median(p.other.cpu) / np.median(p.plain.cpu)) for p in pairs])
+
+
+def slowest(pairs: Sequence[Pair], name: str, *, is_other: bool) -> tuple[float, float]:
+    """Mean of a part of the account over all steps of one kind, and over the slowest of a hundred of them."""
+    segments = [pair.other if is_other else pair.plain for pair in pairs]
+    steps = np.concatenate([np.asarray(one.steps) / np.median(one.steps) for one in segments])
+    values = np.concatenate([getattr(one, name) for one in segments])
+    return float(values.mean()), float(values[steps >= np.quantile(steps, 0.99)].mean())
 
 
 def undisturbed(both: Sequence[Pair], none: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:

@@ -1,9 +1,11 @@
 """The trainer of bench.interference: real DeepSpeed on CPU that steps and saves when told, and times it.
 
 `torchrun … interference_train.py RECIPE.json ORDERS ANSWERS`: ORDERS and ANSWERS are FIFOs. An order is a
-line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}, its answer {"steps": seconds of each step,
-"saves": seconds of each save, "cpu": CPU seconds of each step of rank 0}: some steps that nobody counts, then
-so many times a save (with that much client state) and its share of the steps. An empty line ends all.
+line of JSON {"save_dir", "saves", "steps", "luggage_bytes"}: some steps that nobody counts, then so many
+times a save (with that much client state) and its share of the steps. Its answer: {"steps": seconds of each
+step, "saves": seconds of each save} and of each step of rank 0, all threads together, {"cpu": CPU seconds,
+"queued": seconds without a core, "disk": seconds of waiting for a disk, "taken": times that a core was taken
+away}. An empty line ends all.
 """
 
 from __future__ import annotations
@@ -43,6 +45,19 @@ def save(engine: Any, save_dir: str, client_state: dict[str, Any]) -> float:
     return time.perf_counter() - began
 
 
+ACCOUNT = ("cpu", "queued", "disk", "taken")
+
+
+def account() -> tuple[float, ...]:
+    """What this process had since it began, as ACCOUNT names it; disk: 0 where `task_delayacct` is off."""
+    queued = disk = taken = 0.0
+    for thread in Path("/proc/self/task").iterdir():
+        queued += int((thread / "schedstat").read_text().split()[1]) / 1e9
+        disk += int((thread / "stat").read_text().rpartition(")")[2].split()[39]) / os.sysconf("SC_CLK_TCK")
+        taken += int((thread / "status").read_text().rpartition("nonvoluntary_ctxt_switches:")[2])
+    return time.process_time(), queued, disk, taken
+
+
 def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[str, list[float]]:
     """What one order asks for."""
     gc.collect()
@@ -51,14 +66,15 @@ def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[
     client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
     if order["luggage_bytes"]:
         client_state["luggage"] = torch.ones(order["luggage_bytes"], dtype=torch.uint8)
-    steps, saves, cpu = [], [], []
+    answer: dict[str, list[float]] = {name: [] for name in ("steps", "saves", *ACCOUNT)}
     for _ in range(order["saves"]):
-        saves.append(save(engine, order["save_dir"], client_state))
+        answer["saves"].append(save(engine, order["save_dir"], client_state))
         for _ in range(order["steps"] // order["saves"]):
-            before = time.process_time()
-            steps.append(step(engine, recipe, engine.global_steps))
-            cpu.append(time.process_time() - before)
-    return {"steps": steps, "saves": saves, "cpu": cpu}
+            before = account()
+            answer["steps"].append(step(engine, recipe, engine.global_steps))
+            for name, then, now in zip(ACCOUNT, before, account(), strict=True):
+                answer[name].append(now - then)
+    return answer
 
 
 def pin(rank: int) -> None:

@@ -382,15 +382,16 @@ class Job:
         """Transfers slow down for a save in flight, here or on this disk; during a drain they never do."""
         return self._is_beside_save and not self.control.is_draining
 
-    def _pace(self) -> None:
-        """Slow down for a save in flight (P11), and rest when a person asked for it."""
+    def pace(self) -> None:
+        """Slow down for a save in flight or a node short of memory (P11), rest when a person asked for it."""
         if self.state is None:
             return
-        self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting)
+        is_short = self._limits.memory_pressure.is_high and not self.control.is_draining
+        self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting or is_short)
         for session in self.sessions.values():
             # what is uploaded early lies in memory
             slows = self.slows_transfers and session.uploading != EARLY
-            session.pace(BUSY_FRACTION if slows else 1.0)
+            session.pace(BUSY_FRACTION if slows or is_short else 1.0)
 
     # --- the turn --------------------------------------------------------------------------------------
 
@@ -427,7 +428,7 @@ class Job:
             return
         before = self.state.folders.listing if self.state else None
         listing = list_save_dir(self.config, self.problems, before, save_dir_fd)
-        self.disk_yield.join(self, listing.device, self._pace)
+        self.disk_yield.join(self, listing.device, self.pace)
         if self._initial_scan.record_first_listing(listing):
             count = len(listing.folders)
             there = f"{count} checkpoint{'' if count == 1 else 's'}"
@@ -466,7 +467,7 @@ class Job:
         self.deletion_rights.prove(self.problems, str(self.config.save_dir), state, save_dir_fd)
         self.known_saves.choose_generations()
         self.disk_yield.set_saving(self, is_saving=self._save_detector.detects_save(state, now_seconds))
-        self._pace()
+        self.pace()
         if self.watcher is not None:
             self.watcher.follow([*folders_to_watch(state), *self._save_detector.newcomers(now_seconds)])
         self.executor.sweep(save_dir_fd)

@@ -310,6 +310,9 @@ class Daemon:
             for job in list(self.jobs):
                 with job_lines(job.config.name):
                     self._turn(job, now)
+            if self._limits.memory_pressure.look(now):
+                for job in self.jobs:
+                    job.pace()
             self._call(self._limits.share_and_wake)
             self._limits.report_shortage([job.problems for job in self.jobs])
             self._give_back_when_at_rest()

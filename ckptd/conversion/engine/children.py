@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
 from ckptd.base.process import spawn
+from ckptd.conversion.engine.priority import LastInLine
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL
 
 if TYPE_CHECKING:
@@ -150,18 +151,20 @@ def watch(
     should_pause: Callable[[], bool] | None,
     timeout_seconds: float | None,
     silence_seconds: float | None = None,
+    yields: bool = False,
 ) -> Watched:
     """Serve a child until it ends; it is dead and reaped when this returns or raises.
 
     One that lasts longer than `timeout_seconds`, or prints nothing for `silence_seconds`, is killed.
+    `yields`: it leads its session, and runs after everybody else until it starves.
     """
-    watcher = _Watcher(child, on_line)
+    watcher = _Watcher(child, on_line, LastInLine(child.pid) if yields else None)
     try:
         watcher.register()
         give(child, request)
         return watcher.loop(should_stop, should_pause, timeout_seconds, silence_seconds)
     finally:
-        watcher.selector.close()
+        watcher.close()
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(signal.SIGCONT)  # a stopped process would not see what follows
         end(child)
@@ -171,10 +174,14 @@ class _Watcher:
     """Buffers of one child's pipes, and whether it is paused."""
 
     def __init__(
-        self, child: subprocess.Popen[bytes], on_line: Callable[[dict[str, Any]], None] | None
+        self,
+        child: subprocess.Popen[bytes],
+        on_line: Callable[[dict[str, Any]], None] | None,
+        priority: LastInLine | None,
     ) -> None:
         self.child = child
         self.on_line = on_line
+        self.priority = priority
         self.selector = selectors.DefaultSelector()
         self.lines = Lines()
         self.words = b""
@@ -183,6 +190,11 @@ class _Watcher:
         """It has said something, so that it dies with us, stopped or not (`sandbox.restrict`)."""
         self.result = Watched()
         self.heard_at = time.monotonic()
+
+    def close(self) -> None:
+        self.selector.close()
+        if self.priority is not None:
+            self.priority.close()
 
     def register(self) -> None:
         for pipe in (self.child.stdout, self.child.stderr):
@@ -230,6 +242,8 @@ class _Watcher:
             self.child.send_signal(signal.SIGSTOP if paused else signal.SIGCONT)
 
     def _read(self, seconds: float) -> None:
+        if self.priority is not None and self.has_spoken:  # from here on it only works
+            self.priority.look(time.monotonic())
         for key, _ in self.selector.select(seconds):
             chunk = os.read(key.fd, 1 << 16)
             self.heard_at = time.monotonic()

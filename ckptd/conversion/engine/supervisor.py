@@ -297,6 +297,7 @@ class Conversion:
             should_pause=self.should_pause,
             timeout_seconds=None,
             silence_seconds=SILENCE_SECONDS,
+            yields=options.low_priority,
         )
         if watched.status != 0 or watched.garbled:
             raise failure(watched, "converting")
@@ -369,6 +370,7 @@ def write_plan(
         should_stop=should_stop,
         should_pause=should_pause,
         timeout_seconds=PLAN_SECONDS,
+        yields=True,
     )
     if watched.status != 0:
         raise failure(watched, "planning the conversion")

@@ -23,6 +23,7 @@ from ckptd.base.process import limit_malloc
 from ckptd.config.budget import Division, divide, shortage
 from ckptd.core.policy.uploads import EARLY
 from ckptd.daemon.resources.disk_yield import DiskYield
+from ckptd.daemon.resources.memory_pressure import MemoryPressure
 from ckptd.storage.child.slots import SlotPool
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class HostLimits:
         self.conversions = Slots(lambda: CONVERSIONS, converting)
         self.child_slots = SlotPool(lambda: self.division.children)
         self.disk_yield = DiskYield()
+        self.memory_pressure = MemoryPressure()
         self._told: tuple[str, str] | None = None
         self.change(daemon)
 

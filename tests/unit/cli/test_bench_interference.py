@@ -80,6 +80,23 @@ def test_a_claim_is_the_upper_end_and_is_held_against_the_control() -> None:
     )
 
 
+def test_where_the_time_of_the_slowest_steps_lies() -> None:
+    """Each 25th step beside ckptd takes half as long again, for want of a core."""
+
+    def accounted(one: Segment, *, is_other: bool) -> Segment:
+        waits = [0.05 if is_other and number % 25 == 0 else 0.001 for number in range(50)]
+        return replace(one, cpu=(0.09,) * 50, queued=tuple(waits), disk=(0.0,) * 50, taken=(3.0,) * 50)
+
+    hitching = [
+        replace(p, plain=accounted(p.plain, is_other=False), other=accounted(p.other, is_other=True))
+        for p in pairs(0, 8, every=25)
+    ]
+    told = render(hitching, hitching, Memory(), [], 1, 1.0, 1, 2)
+    assert "| ready, without a core, ms | 1.0 | 1.0 | 3.0 | 50.0 |" in told
+    assert "| times that a core was taken away | 3.0 | 3.0 | 3.0 | 3.0 |" in told
+    assert "without a core" not in render(pairs(0, 8), pairs(0, 8), Memory(), [], 1, 1.0, 1, 2)
+
+
 def test_what_the_host_took_is_left_out_of_both_kinds_alike() -> None:
     """By one limit for all pairs; where nothing was taken nothing is left out."""
 
