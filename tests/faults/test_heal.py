@@ -289,7 +289,7 @@ def test_what_rots_under_a_daemon_heals(tmp_path: Path) -> None:
         for path in (here.nas / "_ckptd" / "commits").glob("*.json"):
             path.unlink()
         here.wait("healed", lambda: documents(here, "commits") == before, CYCLE_SECONDS)
-        assert is_healed(here, "nas", set(before))
+        here.wait("audited", lambda: is_healed(here, "nas", set(before)))
 
 
 def test_documents_that_a_person_removed_stay_removed(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from tests.killpoints.standins import put
 def torn_documents() -> None:
     """Small files are written in place: no temporary, no rename (P3, P6)."""
 
-    def write(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> None:
+    def write(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644, mark: str = "") -> None:
+        del mark
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode, dir_fd=dir_fd)
         extents.write_all(fd, data)
         os.fsync(fd)
@@ -31,7 +32,8 @@ def torn_documents() -> None:
 def torn_commits() -> None:
     """A COMMIT becomes visible before it is whole (P3)."""
 
-    def create(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644) -> bool:
+    def create(dir_fd: int, name: str, data: bytes, *, mode: int = 0o644, mark: str = "") -> bool:
+        del mark
         try:
             fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=dir_fd)
         except FileExistsError:
@@ -48,10 +50,10 @@ def forgotten_prunes() -> None:
     """A restart does not finish what lies half removed in the trash (P7)."""
     finish = crash_recovery.finish_after_crash
 
-    def forgetful(state: object, save_dir_fd: int, audit: object) -> None:
+    def forgetful(state: object, save_dir_fd: int, audit: object, **more: bool) -> None:
         for row in state.journal.open_deletions():  # type: ignore[attr-defined]
             state.journal.end_deletion(row.id, done=False)  # type: ignore[attr-defined]
-        finish(state, save_dir_fd, audit)  # type: ignore[arg-type]
+        finish(state, save_dir_fd, audit, **more)  # type: ignore[arg-type]
 
     from ckptd.daemon import job
 

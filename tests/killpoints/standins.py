@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial, partialmethod
+from inspect import isfunction, signature
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -265,8 +266,25 @@ class _NoTicker:
 
 
 def put(owner: Any, name: str, stand_in: Any) -> None:
-    """Replace something in this process, for good."""
+    """Replace something in this process, for good; as `check_call` it refuses what cannot be called alike."""
+    check_call(owner, name, stand_in)
     setattr(owner, name, stand_in)
+
+
+def check_call(owner: Any, name: str, stand_in: Any) -> None:
+    """Refuse a function that cannot be called as the one that it is to replace.
+
+    Raises:
+        TypeError: it lacks a parameter.
+    """
+    replaced = getattr(owner, name)
+    if isfunction(replaced) and isfunction(stand_in):
+        wanted = signature(replaced).parameters.values()
+        if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in wanted):
+            return  # a wrapper: it does not say how it is called
+        named = [one.name for one in wanted if one.kind is one.KEYWORD_ONLY]
+        placed = [one.name for one in wanted if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        signature(stand_in).bind(*placed, **dict.fromkeys(named))
 
 
 def stand_in(lanes: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.killpoints import points, real
+from tests.killpoints import defects, points, real, standins
 from tests.killpoints.defects import DEFECTS
 from tests.killpoints.life import Place
 from tests.killpoints.points import Point, errors, errors_in, every, pairs, sites_of
@@ -135,6 +135,15 @@ def test_a_disk_that_cannot_be_read() -> None:
     assert figure["violations"] == 0, printed
     met = " ".join(figure["met"])
     assert [what for what, where in READ.items() if where not in met] == []
+
+
+def test_defects_are_called_as_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect that lacks a new parameter stops every life, and is found for that alone."""
+    monkeypatch.setattr(defects, "put", standins.check_call)
+    for defect in DEFECTS.values():
+        defect.apply()
+    with pytest.raises(TypeError):
+        standins.check_call(standins, "put", lambda owner, name: None)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ckptd.errors import VerifyError
+from ckptd.storage.child.service import Service
+from ckptd.storage.remote.messages import Attach, Failed, UploadResult
 from ckptd.storage.stores.base import ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.open import open_store
@@ -18,9 +20,11 @@ from ckptd.storage.stores.s3.store import S3Store
 from tests.stores import servers
 from tests.stores.conformance import DATA, Meter, Stopped, send, source_of
 from tests.stores.proxy import proxy
+from tests.stores.scene import Node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from ckptd.storage.stores.base import Progress
     from tests.stores.proxy import Proxy
@@ -213,3 +217,26 @@ def test_nothing_is_hashed_where_nothing_is_proved(between: Proxy) -> None:
     send(store, "t/x", BIG)
     assert not store.wants_md5
     assert verified(store) == "none"
+
+
+@pytest.mark.botocore
+def test_a_server_whose_etags_stop_being_md5s_is_probed_again(between: Proxy, tmp_path: Path) -> None:
+    """Somebody gave the bucket encryption by keys of its own: the next attempt finds out what it can do."""
+    answers: list[Any] = []
+    service = Service(lambda _, answer: answers.append(answer))
+    node = Node(tmp_path / "save")
+    node.write_all()
+    node.write({"big.bin": BIG})
+    access = servers.access(between.endpoint, part_size_bytes=PART_BYTES)
+    url = f"s3://{servers.BUCKET}/{secrets.token_hex(4)}"
+    settings = node.settings(url, access=access, may_initialise=True)
+    service.expect(settings)
+    service.carry_out(1, Attach(settings=settings))
+    between.rewrite = lambda data: _ETAG.sub(lambda found: found[0].translate(_OTHER), data)
+    for number in (2, 3):
+        service.carry_out(number, node.order(node.sealed()))
+    failed, uploaded = (one for one in answers if isinstance(one, Failed | UploadResult))
+    assert isinstance(failed, Failed)
+    assert failed.error == "VerifyError"
+    assert isinstance(uploaded, UploadResult)
+    assert uploaded.outcome == "committed"

@@ -12,7 +12,7 @@ from ckptd.core.model.records import WEIGHTS, ZERO, UploadState
 from ckptd.core.policy.actions import Action, CancelUpload, Drained
 from ckptd.core.policy.derived_forms import is_converted_on_the_fly
 from ckptd.core.policy.safety import is_to_upload
-from ckptd.core.policy.uploads import is_due, upload_or_describe
+from ckptd.core.policy.uploads import is_due, is_early_file, upload_or_describe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,10 +79,8 @@ def _follow(view: JobView, remote: RemoteView, order: Sequence[tuple[SaveView, s
         return []
     first = next(((s, form) for s, form in order if _is_under_way_or_due(view, s, remote, form)), None)
     if remote.uploading is not None:
-        is_right = first is not None and (first[0].id, first[1]) == (
-            remote.uploading_save_id,
-            remote.uploading,
-        )
+        now = remote.uploading_save_id, remote.uploading
+        is_right = first is not None and ((first[0].id, first[1]) == now or is_early_file(first[0], remote))
         return [] if is_right else [CancelUpload(remote=remote.name, reason="draining")]
     if remote.is_busy or first is None:
         return []

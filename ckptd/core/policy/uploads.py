@@ -29,7 +29,7 @@ def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) ->
     waiting = (s for s in newest_first if s.id not in deletable and _is_zero_due(view, s, remote))
     zero = next(waiting, None)
     if remote.is_busy:
-        if zero is not None and remote.uploading not in (None, ZERO) and not _is_of(zero, remote):
+        if zero is not None and remote.uploading not in (None, ZERO) and not is_early_file(zero, remote):
             return [CancelUpload(remote=remote.name)]
         if is_committed_elsewhere(view, remote):
             return [CancelUpload(remote=remote.name, reason="another node was faster")]
@@ -50,7 +50,7 @@ def next_upload(view: JobView, remote: RemoteView, deletable: frozenset[int]) ->
     return []
 
 
-def _is_of(save: SaveView, remote: RemoteView) -> bool:
+def is_early_file(save: SaveView, remote: RemoteView) -> bool:
     """Tell whether what is uploaded early is a file of that save, which waits for it."""
     if remote.uploading_early is None:
         return False

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptd.errors import CkptdError, DocumentDamaged, RemoteError, RemoteNotOurs, from_os_error
+from ckptd.errors import CkptdError, DocumentDamaged, RemoteError, RemoteNotOurs, VerifyError, from_os_error
 from ckptd.storage.remote.attach import attach
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.deletion import delete_commit
@@ -137,8 +137,8 @@ class Service:
         try:
             answer = self._answer(order_id, order)
         except CkptdError as error:
-            if isinstance(error, RemoteError):
-                # the mount may be another one by now: the next order proves it again
+            if isinstance(error, RemoteError | VerifyError):
+                # the mount may be another one by now, a server may answer otherwise: the next order finds out
                 self._remote = None
             answer = Failed(**error.as_data)
         except OSError as error:

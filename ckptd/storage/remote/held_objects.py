@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptd.core.model.generation import order_of
 from ckptd.core.model.manifest import node_in
-from ckptd.errors import DamagedError, RefusedError, TornArchiveError
+from ckptd.errors import DamagedError, NotPermitted, RefusedError, StorageError, TornArchiveError
 from ckptd.formats.torchfile.archive import TAIL_BYTES, directory_place, read_entries
 from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.stores.base import HeldRange
@@ -54,7 +54,7 @@ class HeldObjects:
         """
         rows = [row for row in self._known() if row.key != file.key]
         for row in rows:
-            if (row.bytes, row.fingerprint) == (file.bytes, file.fingerprint):
+            if file.fingerprint and (row.bytes, row.fingerprint) == (file.bytes, file.fingerprint):
                 return (HeldRange(offset=0, length=row.bytes, key=row.key, key_offset=0),)
         alike = [row for row in rows if row.path == file.path]
         return self._common_records(source, alike[0]) if alike and file.check_zip_crc else ()
@@ -87,9 +87,12 @@ class HeldObjects:
         store = self._attached.store
         try:
             ours = _stretches(partial(read_range, source), source.size_bytes)
-            theirs = _stretches(partial(store.read_at, row.key), row.bytes)
-        except (TornArchiveError, RefusedError, FileNotFoundError):
+        except (TornArchiveError, RefusedError):
             return ()
+        try:
+            theirs = _stretches(partial(store.read_at, row.key), row.bytes)
+        except (TornArchiveError, RefusedError, FileNotFoundError, StorageError, NotPermitted):
+            return ()  # a hint: what is wrong with an older copy holds up no newer one
         places = {name: begin for name, (begin, _) in theirs.items()}
         return tuple(
             HeldRange(offset=begin, length=end - begin, key=row.key, key_offset=places[name])

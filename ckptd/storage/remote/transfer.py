@@ -27,6 +27,7 @@ from ckptd.errors import (
     RefusedError,
     SourceChanged,
     SourceUnreadable,
+    StorageError,
     TargetExists,
     VerifyError,
 )
@@ -178,6 +179,8 @@ class _Sent:
     bytes: int
     crc: int
     fingerprint: str
+    copied_bytes: int = 0
+    """What the store made of bytes that it holds."""
 
 
 class Transfer:
@@ -425,8 +428,10 @@ class Transfer:
         try:
             proof = self._store.verify(file.key, source.size_bytes, crc, self._while_verifying)
             self._store.flush_name(file.key)
-        except VerifyError:
-            return False
+        except (VerifyError, StorageError):
+            return False  # other bytes, or they cannot be read
+        if proof == "none":
+            return False  # a size alone says nothing of what an earlier save left there
         self._keep(file, source.size_bytes, to_hex(crc), proof, fingerprint)
         self._skip(source.size_bytes)
         return True
@@ -436,15 +441,21 @@ class Transfer:
 
         Proved at once, so that it can be sent whole if the store made something else.
         """
-        if is_small(file) or file.is_extra or file.key in self._partly or not self._store.copies:
+        if is_small(file) or file.is_extra or not self._store.copies:
             return False
         held = self._origin.held(file) if file.is_made else self._elsewhere.ranges_of(file, source)
         if not held:
             return False
         try:
-            self._verify(self._upload(file, source, fingerprint, held))
+            sent = self._upload(file, source, fingerprint, held)
         except VerifyError:
             return False
+        try:
+            self._verify(sent)
+        except (VerifyError, StorageError):
+            return False
+        with self._lock:
+            self._copied += sent.copied_bytes
         return True
 
     def _upload(
@@ -480,8 +491,9 @@ class Transfer:
         finally:
             with self._lock:
                 self._sent += paced.read_bytes
-                self._copied += max(source.size_bytes - paced.read_bytes, 0) if held else 0
-        return _Sent(file=file, bytes=source.size_bytes, crc=crc, fingerprint=fingerprint)
+        size = source.size_bytes
+        copied = max(size - paced.read_bytes, 0) if held else 0
+        return _Sent(file=file, bytes=size, crc=crc, fingerprint=fingerprint, copied_bytes=copied)
 
     def _tell_whole(self, file: UploadFile, size_bytes: int, progress: Progress) -> None:
         """Report a small file as moved without a row in the journal: uploading it again takes a moment."""
@@ -491,7 +503,7 @@ class Transfer:
         file = sent.file
         try:
             proof = self._store.verify(file.key, sent.bytes, sent.crc, self._while_verifying)
-        except VerifyError:
+        except (VerifyError, StorageError):
             # another save of another node may have taken the key and listed it
             if self._listed.find(file.key) is None:
                 self._store.delete(file.key)

@@ -320,10 +320,11 @@ def pump(
 def cloned(
     root: int, fd: int, source: Source, one: HeldRange, begun: tuple[int, int]
 ) -> tuple[int, int] | None:
-    """Share a range, or the whole blocks of it, with the object that holds it; None: it cannot be shared.
+    """Share a range, or the whole blocks of it, with the object that holds it; None: nothing is shared here.
 
     `begun`: offset of the range, and CRC64 of what lies before. Returns the offset to go on at and the CRC64
-    of the source up to there, which reading the object back must give.
+    of the source up to there, which reading the object back must give; `begun` itself where the object was
+    deleted meanwhile, or its disk fails.
     """
     from ckptd.storage.stores.sources import crc64_of
 
@@ -331,10 +332,14 @@ def cloned(
     try:
         twin = files.open_beneath(root, one.key)
     except (OSError, CkptdError):
-        return None  # it was deleted meanwhile
+        return begun
     try:
         if not extents.clone_range(twin, one.key_offset, fd, one.offset, whole_bytes):
             return None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return begun
     finally:
         os.close(twin)
     end = one.offset + whole_bytes

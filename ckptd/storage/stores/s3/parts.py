@@ -209,6 +209,7 @@ class Sending:
         self._source = source
         self._upload = upload
         self._held = held
+        self._failed_copies = 0
         self._room = room
         self._place = turns.following()
         self._on_progress = on_progress
@@ -267,9 +268,10 @@ class Sending:
                     CopySourceRange=f"bytes={first}-{first + length - 1}",
                 )["CopyPartResult"]
             except store.client.exceptions.ClientError as error:
-                if not sc.is_refused(error):
-                    raise
-                self._held = ()
+                # if the server takes nothing at all, sending the part says so
+                self._failed_copies += 1
+                if sc.is_refused(error) or self._failed_copies >= _TRIES:
+                    self._held = ()
                 return None
         sent = SentRange(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
         is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))

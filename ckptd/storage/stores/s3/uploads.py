@@ -50,6 +50,8 @@ COPIED_PART_BYTES = 64 << 20
 MAX_PART_BYTES = 5 << 30
 MAX_PARTS = 10_000
 _SPARE_PARTS = 9_000
+_UNJOINABLE = {"InvalidPart", "InvalidPartOrder", "EntityTooSmall"}
+"""Codes with which servers refuse to join parts that they hold: no later attempt will join them."""
 _MIB = 1 << 20
 
 
@@ -138,8 +140,9 @@ class S3Uploads:
             return self._whole(key, source, on_progress)
         upload = self._continued(key, source, resume) if resume else None
         if upload is None:
-            copied = max(chosen, COPIED_PART_BYTES) if held else chosen
-            upload = self._begin(key, layout_with(held, source.size_bytes, copied))
+            if held:  # each of their ends may take a part more
+                chosen = max(chosen, part_size(source.size_bytes, None), COPIED_PART_BYTES)
+            upload = self._begin(key, layout_with(held, source.size_bytes, chosen))
         self._ours[key] = upload.upload_id
         on_progress(upload.progress())
         try:
@@ -323,6 +326,10 @@ class S3Uploads:
                     raise changed(key) from error
                 if sc.code_of(error) == "NoSuchUpload":
                     self._ours.pop(key, None)
+                elif sc.code_of(error) in _UNJOINABLE:
+                    self.discard(key)
+                    msg = f"the server does not join the parts of {key}: {sc.code_of(error)}"
+                    raise VerifyError(msg) from error
                 raise
 
     def _abort(self, key: str, upload_id: str) -> None:

@@ -172,6 +172,23 @@ def test_a_shard_that_was_written_again_is_sent_again(node: Node, there: Attache
     assert is_committed_as_written(node, there, result)
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_remote_without_proofs_takes_no_object_of_a_save_before(
+    node: Node, tmp_path: Path, is_early: bool
+) -> None:
+    """`verify = "none"`: an object of the same size, early or of an upload that was cut, may be another's."""
+    (tmp_path / "nas").mkdir()
+    there = node.attached(DirectoryStore(str(tmp_path / "nas"), owner="id-n0", read_back=False))
+    if is_early:
+        upload_early(there, early(node), node.control())
+    else:
+        there.store.put(KEY, (node.save_dir / KEY).read_bytes())
+    node.rewrite(SHARD, archive((SHARD.encode() + b"2") * 2000))
+    assert (node.save_dir / KEY).stat().st_size == len(held(there) or b"")
+    assert node.upload(there, node.order(node.sealed())).outcome == "committed"
+    assert held(there) == (node.save_dir / KEY).read_bytes()
+
+
 def test_nothing_that_has_the_key_is_replaced_early(node: Node, there: AttachedRemote) -> None:
     before = (node.save_dir / KEY).read_bytes()
     upload_early(there, early(node), node.control())
