@@ -24,6 +24,7 @@ from ckptd.daemon.health.drain import (
     is_settled,
     missing_after,
     stalled_drain,
+    unfinished_here,
 )
 from ckptd.daemon.health.exporter import Exporter
 from ckptd.daemon.health.notify import Notifier
@@ -39,7 +40,7 @@ from ckptd.daemon.systemd import SystemdNotifier
 from ckptd.daemon.uploads.session import STILL_SECONDS
 from ckptd.errors import CkptdError, ConfigError, LockHeld, from_os_error
 from ckptd.observe.logs import job_lines
-from ckptd.observe.status import not_waited_for
+from ckptd.observe.status import NOT_FINISHED, not_waited_for
 from ckptd.storage.local.state_dir import state_base, state_dir_of
 
 if TYPE_CHECKING:
@@ -341,7 +342,10 @@ class Daemon:
                 log.info("drained: %s", drained_words(self.jobs))
             return True
         if all(is_settled(job) for job in self.jobs):
-            log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
+            if left:
+                log.warning("what is left cannot be committed as it is: %s", ", ".join(sorted(left)))
+            if quiet := [tag for job in self.jobs for tag in unfinished_here(job)]:
+                log.warning("not committed: %s; %s", ", ".join(quiet), NOT_FINISHED)
             return True
         if self._drained_for(now) >= STILL_SECONDS and (stalled := stalled_drain(self.jobs)):
             log.warning("%s; not committed: %s", not_waited_for(stalled), ", ".join(sorted(left)))

@@ -209,6 +209,8 @@ class DrainStatus:
     """Those that will not be uploaded in time at the speed of the link."""
     refused: tuple[str, ...] = ()
     """Those that cannot be committed as they are: a person is needed."""
+    unfinished: tuple[str, ...] = ()
+    """Those that were being written and that nobody writes any more: not waited for."""
     unsent: tuple[str, ...] = ()
     """Found at the first start and not accepted: neither missing nor committed."""
     stalled: tuple[str, ...] = ()
@@ -352,6 +354,9 @@ def all_committed(unsent: int) -> str:
     """Describe a finished drain in words; `unsent`: how many saves `existing` leaves out."""
     text = "all that is complete here is committed"
     return f"{text}, but for {unsent} that were there before ckptd (not uploaded)" if unsent else text
+
+
+NOT_FINISHED = "the save is not whole and nobody writes it any more: not waited for"
 
 
 def not_waited_for(stalled: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -17,7 +18,8 @@ HANGS_SECONDS = 600.0
 
 @dataclass
 class Metadata:
-    """One service; a test sets what it knows, and `fault`: hang, drop-token, 500, malformed."""
+    """One service; a test sets what it knows, and `fault`: hang, drop-token, 500, malformed, trickle-head
+    or trickle-body (a byte each tenth of a second)."""
 
     cloud: str
     url: str = ""
@@ -112,10 +114,21 @@ class _Handler(BaseHTTPRequestHandler):
         if self.service.fault == "hang":
             self.service.ends.wait(HANGS_SECONDS)
             return True
+        if self.service.fault in ("trickle-head", "trickle-body"):
+            self._trickle(self.service.fault)
+            return True
         if self.service.fault in ("500", "malformed"):
             self._answer(500 if self.service.fault == "500" else 200, "<html>out of order</html>")
             return True
         return False
+
+    def _trickle(self, fault: str) -> None:
+        head = "HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n"
+        self.wfile.write(f"{head}X-Long: ".encode() if fault == "trickle-head" else f"{head}\r\n".encode())
+        end = time.monotonic() + HANGS_SECONDS
+        with contextlib.suppress(OSError):
+            while time.monotonic() < end and not self.service.ends.wait(0.1):
+                self.wfile.write(b"a")
 
     def _answer(self, status: int, text: str) -> None:
         self.service.requests.append((self.command, self.path, status))

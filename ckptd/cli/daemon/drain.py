@@ -195,7 +195,7 @@ class Draining:
 
     def _result(self, jobs: list[RequestedJob]) -> int:
         """Return the result in words, and the exit code."""
-        from ckptd.observe.status import all_committed, not_waited_for
+        from ckptd.observe.status import NOT_FINISHED, all_committed, not_waited_for
 
         code = 0
         for one in jobs:
@@ -212,6 +212,8 @@ class Draining:
             print_line(f"{one.name}: not committed: {', '.join(drain.missing) or not_begun(job)}")
             if drain.stalled:
                 print_note(f"{one.name}: {not_waited_for(drain.stalled)}")
+            if drain.unfinished:
+                print_note(f"{one.name}: {', '.join(drain.unfinished)}: {NOT_FINISHED}")
             for line in reasons(job):
                 print_note(f"{one.name}: {line}")
             is_refused = drain.missing and set(drain.missing) <= set(drain.refused)
@@ -299,4 +301,5 @@ def _no_answer(one: RequestedJob) -> str:
 
 def _is_over(drain: DrainStatus) -> bool:
     """Tell whether waiting changes nothing; nothing missing and not done means that a save is written."""
-    return drain.is_done or (bool(drain.missing) and set(drain.missing) <= set(drain.refused))
+    never = {*drain.refused, *drain.unfinished}
+    return drain.is_done or (bool(drain.missing) and set(drain.missing) <= never)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
+import threading
 import time
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,7 +26,7 @@ from ckptd.errors import CkptdError, RemoteUnreachable, StorageError
 from ckptd.storage.local.state_dir import drop_status, prepare_state_dir, private_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from urllib3 import BaseHTTPResponse
 
@@ -264,22 +266,54 @@ def _ask(
     Raises:
         RemoteUnreachable: no answer in time. StorageError: another answer.
     """
-    import urllib3
+    from http.client import HTTPException
 
-    total = urllib3.Timeout(total=TIMEOUT_SECONDS if seconds is None else seconds)
+    from urllib3.connection import HTTPConnection, HTTPSConnection
+    from urllib3.exceptions import HTTPError
+    from urllib3.util import parse_url
+
+    seconds = TIMEOUT_SECONDS if seconds is None else seconds
+    end_seconds = time.monotonic() + seconds
+    to = parse_url(url)
+    make = HTTPSConnection if to.scheme == "https" else HTTPConnection
+    connection = make(to.host or "", to.port, timeout=seconds)
     try:
-        with urllib3.PoolManager(retries=False, timeout=total) as pool:
-            answer: BaseHTTPResponse = pool.request(
-                method, url, headers=dict(headers), redirect=False, preload_content=False
-            )
+        connection.connect()
+        with _cut_off(connection.sock, end_seconds):
+            connection.request(method, to.request_uri, headers=dict(headers), preload_content=False)
+            answer: BaseHTTPResponse = connection.getresponse()
             text = answer.read(_LIMIT_BYTES).decode("utf-8", "replace")
-            answer.release_conn()
-    except urllib3.exceptions.HTTPError as error:
+            answer.close()
+        if time.monotonic() >= end_seconds:  # what was cut off may look whole
+            raise TimeoutError
+    except (HTTPError, HTTPException, OSError) as error:
         msg = f"the metadata service at {url.split('/')[2]} does not answer ({type(error).__name__})"
         raise RemoteUnreachable(msg, hint="`curl` it on this node; termination_url is for a proxy") from None
+    finally:
+        connection.close()
     if answer.status not in (200, *also):
         raise StorageError(f"the metadata service answered {answer.status} for {url.split('?')[0]}")
     return answer.status, text, answer.headers
+
+
+@contextlib.contextmanager
+def _cut_off(connected: socket.socket | None, end_seconds: float) -> Iterator[None]:
+    """Cut a connection off at a monotonic time: the limit of a socket holds for each read, and one byte a
+    second would keep it for ever.
+    """
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if connected is not None:
+                connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, end_seconds - time.monotonic()), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _table(text: str) -> dict[str, Any]:

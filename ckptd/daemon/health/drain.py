@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 TOLD_SECONDS = 600.0
 """Status shows how a drain ended for so long after its deadline."""
+PATIENCE_SECONDS = 10.0
+"""A save in which nothing has changed for so long (at least 2 × settle), and of which no file is open, is not
+waited for."""
 MEASURED_SECONDS = 1.0
 """An upload that has run for so long gives a first estimate; a drain cannot wait for a better one."""
 
@@ -54,15 +57,17 @@ def drain_status(job: WatchedJob, state: JobState) -> DrainStatus | None:
     if not job.control.is_draining and _newest_seen_at(state) > drain.deadline_unix:
         return None  # it is over, and what was saved since is none of its business
     drained = state.plan.drained if state.plan is not None else None
-    linked, left, refused = unprotected_here(job.problems), missing_after(job), refused_here(job)
-    is_rest_done = is_drained(job) or (bool(left) and set(left) <= set(refused))
+    linked, is_rest_done = unprotected_here(job.problems), is_settled(job)
+    unfinished = unfinished_here(job) if is_rest_done else ()
+    missing = drained.missing if drained is not None else missing_after(job)
     return DrainStatus(
         asked_at=rfc3339(drain.asked_at_unix),
         deadline_at=rfc3339(drain.deadline_unix),
         is_done=is_drained(job) and not linked,
-        missing=(*(drained.missing if drained is not None else missing_after(job)), *linked),
+        missing=(*missing, *linked, *unfinished),
         late=drained.late if drained is not None else (),
-        refused=(*refused, *(linked if is_rest_done else ())),
+        refused=(*refused_here(job), *(linked if is_rest_done else ())),
+        unfinished=unfinished,
         unsent=unsent_here(job),
         stalled=stalled_remotes(job.control, [job]),
     )
@@ -100,12 +105,13 @@ def drained_words(jobs: Sequence[WatchedJob]) -> str:
 def drain_code(jobs: Sequence[WatchedJob]) -> int:
     """Return the exit code of a finished drain.
 
-    0: everything is committed; 1: what is left cannot be committed as it is; 3: the time ran out, or a job
-    cannot be looked at.
+    0: everything is committed; 1: what is left cannot be committed as it is; 3: the time ran out, a job
+    cannot be looked at, or a save that was being written is not waited for.
     """
     if all(is_drained(job) for job in jobs):
         return 1 if any(unprotected_here(job.problems) for job in jobs) else 0
-    return 1 if all(is_settled(job) for job in jobs) else 3
+    is_over = all(is_settled(job) for job in jobs)
+    return 1 if is_over and not any(unfinished_here(job) for job in jobs) else 3
 
 
 def refused_here(job: WatchedJob) -> tuple[str, ...]:
@@ -124,7 +130,7 @@ def refused_here(job: WatchedJob) -> tuple[str, ...]:
 
 def is_drained(job: WatchedJob) -> bool:
     """All that is complete here is committed, and nothing is about to be complete."""
-    return is_settled(job) and not missing_after(job)
+    return is_settled(job) and not missing_after(job) and not unfinished_here(job)
 
 
 def is_settled(job: WatchedJob) -> bool:
@@ -142,28 +148,42 @@ def uncommitted_at_close(job: WatchedJob) -> str:
     state = job.state
     if state is None or state.is_first_scan or job.view is None:
         left: tuple[str, ...] = ("what lies there",)
-    elif _about_to_be_complete(job, state):
-        left = (*missing_after(job), "what was being saved")
     else:
-        left = missing_after(job)
+        left = (*missing_after(job), *sorted(_unsealed(state)))
     lacks = f"{job.config.save_dir} is not as it was when it was last looked at; not committed then: "
     return f"{lacks}{', '.join(left)}" if left else ""
 
 
 def _about_to_be_complete(job: WatchedJob, state: JobState) -> bool:
     """A save that its writer still writes, or that is looked at; one that has gone quiet never will be."""
-    patience = max(10.0, 2 * job.config.settle_seconds)
-    now = time.monotonic()
-    for tag, verdict in state.folders.verdicts.items():
-        if verdict.state is State.UNKNOWN:
-            return True
-        if verdict.state is State.COMPLETE and state.saves.of_tag(tag) is None:
-            return True
-        quiet = state.folders.quiet.get(tag)
-        is_moving = verdict.state in (State.SAVING, State.RESAVING)
-        if is_moving and (quiet is None or now - quiet.since_seconds < patience):
-            return True
-    return False
+    return bool(_unsealed(state) - set(unfinished_here(job)))
+
+
+def _unsealed(state: JobState) -> set[str]:
+    """Return the tags of saves that are being written or looked at."""
+    open_states = (State.UNKNOWN, State.SAVING, State.RESAVING)
+    return {
+        tag
+        for tag, verdict in state.folders.verdicts.items()
+        if verdict.state in open_states
+        or (verdict.state is State.COMPLETE and state.saves.of_tag(tag) is None)
+    }
+
+
+def unfinished_here(job: WatchedJob) -> tuple[str, ...]:
+    """Return the tags of saves that were being written and are not waited for any more."""
+    if job.state is None:
+        return ()
+    now, folders, found = time.monotonic(), job.state.folders, []
+    for tag, verdict in folders.verdicts.items():
+        quiet = folders.quiet.get(tag)
+        if verdict.state not in (State.SAVING, State.RESAVING) or quiet is None:
+            continue
+        rested_seconds = now - quiet.since_seconds
+        is_quiet = rested_seconds >= max(PATIENCE_SECONDS, 2 * job.config.settle_seconds)
+        if is_quiet and not job.sealer.has_writer(tag, rested_seconds):
+            found.append(tag)
+    return tuple(found)
 
 
 def stalled_drain(jobs: Sequence[WatchedJob]) -> tuple[str, ...]:
@@ -178,7 +198,7 @@ def stalled_drain(jobs: Sequence[WatchedJob]) -> tuple[str, ...]:
         lacking = _lacking(job)
         if not all(job.sessions[name].is_stalled for name in lacking):
             return ()
-        if not lacking and not is_drained(job) and not refused_here(job):
+        if not lacking and not is_settled(job):
             return ()
         found |= lacking
     return tuple(sorted(found))

@@ -204,6 +204,10 @@ class Sealer:
             return False
         return self._writers.has(folder.tag, context.quiet_seconds)
 
+    def has_writer(self, tag: str, rested_seconds: float) -> bool:
+        """Tell whether a file of the folder is open for writing, or may be (`OpenWriters.has`)."""
+        return self._writers.has(tag, rested_seconds)
+
     def _recently_changed(self, folder: FolderListing, now_seconds: float) -> bool:
         quiet = self._state.folders.quiet[folder.tag]
         limit = max(IN_FLIGHT_SECONDS, 3 * self._config.settle_seconds, folder.quiet_seconds)

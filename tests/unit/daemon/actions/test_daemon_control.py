@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 
 from ckptd.cli.daemon.drain import parse_drain
+from ckptd.config.loader import load_daemon, load_jobs
 from ckptd.daemon.actions.control import DRAIN, PAUSE, Control, DrainFile, PauseFile, write_control
-from ckptd.daemon.health.drain import drain_status
+from ckptd.daemon.health.drain import drain_code, drain_status, is_drained, is_settled
+from ckptd.daemon.loop import Daemon
 from ckptd.daemon.state.problems import Problems
 from ckptd.errors import UsageError
 from ckptd.observe.status import rfc3339
 from tests.support.descriptors import no_free_descriptor
+from tests.support.synthetic import write_stage12
 
 
 def paused(state_dir: Path, *, is_paused: bool = True) -> None:
@@ -172,6 +176,59 @@ def test_a_drain_that_ended_is_not_told_after_the_next_save(
     assert told(), "it is over, and nothing was saved since"
     seen_at.append(unix[0] + 1.0)
     assert not told()
+
+
+def test_a_save_is_waited_for_while_a_file_of_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may pause for longer than a drain's patience; once nobody has it open it is named."""
+    monkeypatch.setattr("ckptd.daemon.health.drain.PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("ckptd.storage.local.scan.WALK_SECONDS", 0.1)
+    monkeypatch.setattr("ckptd.storage.local.scan.WALK_SPARES", 1)
+    save_dir, job_file = tmp_path / "run", tmp_path / "run.toml"
+    (tmp_path / "nas").mkdir()
+    job_file.write_text(
+        f'save_dir = "{save_dir}"\nsettle = "0.1s"\n'
+        f'[[remote]]\nname = "nas"\nurl = "{tmp_path}/nas"\nsame_filesystem = true\n'
+    )
+    write_stage12(save_dir / "global_step1", [{"a.weight": (4, 4)}], 2, step=1)
+    shards = sorted((save_dir / "global_step1").iterdir())
+    rest = shards[0].read_bytes()[1000:]
+    os.truncate(shards[0], 1000)
+    daemon = Daemon(load_jobs([job_file], load_daemon(None, {}), {}), {})
+    daemon._open_jobs()
+    (job,) = daemon.jobs
+
+    def until(done: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not done() and time.monotonic() < end:
+            daemon._wait()
+            job.wake()
+            daemon._turn(job, time.monotonic())
+            job.sleep()
+        return done()
+
+    def is_over() -> bool:
+        return is_settled(job)
+
+    try:
+        job.control.begin_drain(600.0)
+        with shards[0].open("ab", buffering=0) as writer:
+            assert not until(is_over, 3.0)
+            assert job.state is not None
+            assert job.state.folders.verdicts["global_step1"].state in ("saving", "resaving")
+        assert until(is_over, 200.0)
+        assert (is_drained(job), drain_code([job])) == (False, 3)
+        told = drain_status(job, job.state)
+        assert told is not None
+        assert (told.is_done, told.missing, told.unfinished) == (False, ("global_step1",), ("global_step1",))
+        with shards[0].open("ab", buffering=0) as writer:
+            writer.write(rest)
+        assert until(lambda: is_drained(job), 200.0)
+        assert drain_code([job]) == 0
+    finally:
+        job.close()
+        daemon._workers.stop()
 
 
 def test_a_file_replaced_within_a_tick_of_the_clock_is_seen(tmp_path: Path) -> None:

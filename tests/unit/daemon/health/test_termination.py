@@ -125,7 +125,7 @@ def test_it_asks_politely(service: Metadata, heard: Heard) -> None:
     assert len(service.requests) == count
 
 
-@pytest.mark.parametrize("fault", ["hang", "500", "malformed"])
+@pytest.mark.parametrize("fault", ["hang", "500", "malformed", "trickle-head", "trickle-body"])
 def test_a_service_out_of_order_is_told_and_asked_again(service: Metadata, fault: str) -> None:
     service.fault = fault
     heard = Heard(service)
