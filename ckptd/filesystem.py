@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ckptd.core.model.manifest import ManifestFile
     from ckptd.recover.select.inventory import RemoteInventory
-    from ckptd.storage.remote.readers import ReaderLease
+    from ckptd.storage.remote.readers import ReaderLeases
 
 _IN_MEMORY_BYTES = 8 << 20
 """A file up to this size is read into memory."""
@@ -71,7 +71,7 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._folders: dict[str, dict[str, ManifestFile]] = {}
         self._commits: dict[str, Any] = {}
         self._pid = 0
-        self._lease: ReaderLease | None = None
+        self._leases: ReaderLeases | None = None
 
     # --- what is there -----------------------------------------------------------------------------------
 
@@ -87,10 +87,10 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
             if self._remote is None or self._pid != os.getpid():
                 self._remote, self._commits = _committed(self.url, self._run)
                 self._folders, self._pid = {}, os.getpid()
-                if self._lease is not None:
-                    self._lease.end()
-                self._lease = _lease_in(self._remote)
-                weakref.finalize(self, self._lease.end)
+                if self._leases is not None:
+                    self._leases.end()
+                self._leases = _leases_in(self._remote)
+                weakref.finalize(self, self._leases.end)
             return self._remote
 
     def _files(self, folder: str) -> dict[str, ManifestFile]:
@@ -220,12 +220,12 @@ class CheckpointFileSystem(AbstractFileSystem):  # type: ignore[misc]
         from ckptd.storage.stores import parallel
         from ckptd.storage.stores.checksums import to_hex
 
-        store, lease = self._read().store, self._lease
-        assert lease is not None
+        store, leases = self._read().store, self._leases
+        assert leases is not None
 
         def chunks(offset: int, length: int) -> Iterator[bytes]:
             for data in store.stream(file.key, offset, length):
-                lease.hold(tag)
+                leases.hold(tag)
                 write(data, offset)
                 offset += len(data)
                 yield data
@@ -271,11 +271,11 @@ def _committed(url: str, run: str | None) -> tuple[RemoteInventory, dict[str, An
     return shown, found
 
 
-def _lease_in(remote: RemoteInventory) -> ReaderLease:
-    """Return the lease that retention in the remote waits for while files are read."""
-    from ckptd.storage.remote.readers import ReaderLease
+def _leases_in(remote: RemoteInventory) -> ReaderLeases:
+    """Return the leases that retention in the remote waits for while files are read."""
+    from ckptd.storage.remote.readers import ReaderLeases
 
-    return ReaderLease(remote.store, "ckptd://")
+    return ReaderLeases(remote.store, "ckptd://")
 
 
 def _folder(name: str) -> dict[str, Any]:

@@ -66,6 +66,19 @@ def calling_on_stop_signals(act: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGTERM as at Ctrl-C, so that leases and temporaries are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def must_answer(path: str) -> None:
     """Look at a path that a command was given in a process of its own, before the command touches it.
 

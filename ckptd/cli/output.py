@@ -101,14 +101,17 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None] | None]:
 
 @contextlib.contextmanager
 def reports_when_stopped() -> Iterator[Callable[[Callable[[], str]], None]]:
-    """Print at Ctrl-C what lies where and what to type to go on; yields a setter for the function that tells
-    the first."""
+    """Print at Ctrl-C or SIGTERM what lies where and what to type to go on; yields a setter for the function
+    that tells the first."""
     import shlex
     import sys
 
+    from ckptd.base.process import stopped_by_sigterm
+
     known: list[Callable[[], str]] = []
     try:
-        yield known.append
+        with stopped_by_sigterm():
+            yield known.append
     except KeyboardInterrupt:
         text = known[-1]() if known else "stopped before anything was changed"
         print_note(f"{text} → to go on: {shlex.join(['ckptd', *sys.argv[1:]])}")

@@ -157,8 +157,9 @@ def _facts(status: JobStatus) -> JobStatus:
 def read_events(folder: Path, since: int | None = None) -> list[dict[str, Any]]:
     """Return the events that are kept, oldest first; with `since` those after that id.
 
-    What lies between and is not kept any more is an event too, `gap`. A line that is not whole yet is left
-    out. Without a file there are none.
+    What lies between and is not kept any more is an event too, `gap`; so is that the events were lost and
+    began anew since, perhaps with lower ids: then all that is kept follows. A line that is not whole yet is
+    left out. Without a file there are none.
 
     Raises:
         OSError, CkptdError: what is kept cannot be read now; to leave it out would tell of a gap for ever.
@@ -173,12 +174,15 @@ def read_events(folder: Path, since: int | None = None) -> list[dict[str, Any]]:
                     rows[int(row["id"])] = row | {"after": int(row["after"])}
     found: list[dict[str, Any]] = []
     last = since
+    began_anew = since is not None and since > max(rows, default=since)
     for at in sorted(rows):
-        if since is not None and at <= since:
+        if since is not None and at <= since and not began_anew:
             continue
         after = rows[at]["after"]
-        if last is not None and after > last:
+        if last is not None and after != last and after not in rows:
             text = f"what happened after event {last} is not kept any more, up to event {after}"
+            if after < last:
+                text = f"events were lost after event {last} and began anew: some may be missing here"
             gap = Event(kind="gap", job=str(rows[at].get("job")), at=rows[at].get("at"), text=text)
             found.append({"id": after, "after": last, **asdict(gap)})
         found.append(rows[at])

@@ -122,14 +122,14 @@ def test_a_remote_that_the_file_drops_or_no_longer_requires_holds_nothing_back(h
     assert here.ckptd("reload", here.job_file).returncode == 0
     here.wait("active", lambda: len(here.status().get("checkpoints", ())) == 4)
     gone = [["here", f"global_step{step}"] for step in (1, 2, 3)]
-    for edit, note, deleted in (
-        (alone + far, "far did not answer", []),
-        (alone + far + "required = false\n", "far did not answer", gone),
-        (alone, "has no remote far: what it holds stays", gone),
+    for edit, code, note, deleted in (
+        (alone + far, 69, "far did not answer", []),
+        (alone + far + "required = false\n", 69, "far did not answer", gone),
+        (alone, 0, "has no remote far: what it holds stays", gone),
     ):
         here.job_file.write_text(edit)
         dry = here.ckptd("reload", here.job_file, "--dry-run")
-        assert (dry.returncode, note in dry.stderr) == (0, True), dry.stderr
+        assert (dry.returncode, note in dry.stderr) == (code, True), dry.stderr
         assert [line.split()[:2] for line in dry.stdout.splitlines() if " now " in line] == deleted
     assert len(here.local_tags()) == 4, "a dry run did something"
     assert here.ckptd("reload", here.job_file).returncode == 0
@@ -177,4 +177,6 @@ def test_what_ends_a_plan_without_a_daemon_is_said(here: Node) -> None:
         assert (none.returncode, none.stdout) == (66, ""), (state, none)
         here.stop()
     told = here.ckptd("reload", "empty", "--dry-run", "--config-dir", settings)
-    assert (told.returncode, told.stdout.splitlines()[1:]) == (0, [f"{save_dir} has no checkpoint yet"]), told
+    assert (told.returncode, told.stdout.splitlines()[1:]) == (66, [f"{save_dir} has no checkpoint yet"]), (
+        told
+    )

@@ -64,6 +64,7 @@ def register(app: typer.Typer) -> None:
         from pathlib import Path
 
         from ckptd.api import verify as verify_remotes
+        from ckptd.base.process import stopped_by_sigterm
         from ckptd.cli.output import print_note, progress_bar
         from ckptd.maintenance.verify import Slice, exit_code, slice_of
 
@@ -71,13 +72,15 @@ def register(app: typer.Typer) -> None:
         directory = Path(config_dir) if config_dir else None
         _refuse_together(dry_run=dry_run, repair=repair, run=run, form=form, load=load, read=read)
         if load:
-            run_load(job, tag, form, run, remote, directory, as_json=as_json)
+            with stopped_by_sigterm():
+                run_load(job, tag, form, run, remote, directory, as_json=as_json)
             return
         if repair:
-            run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
+            with stopped_by_sigterm():
+                run_repair(job, tag, read, remote, directory, dry_run=dry_run, as_json=as_json)
             return
         failures: dict[str, CkptdError] = {}
-        with progress_bar() as on_progress:
+        with stopped_by_sigterm(), progress_bar() as on_progress:
             found = verify_remotes(
                 job,
                 tag,

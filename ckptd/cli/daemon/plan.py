@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 60.0
 SHOWN_SAVES = 3
+_NOT_KNOWN = 69
+"""Exit code: a remote is not known yet."""
 
 _HELP = (
     "Say what retention deletes, keeps and costs. Here and in each remote, now and after the next saves; "
@@ -80,7 +82,7 @@ def register(app: typer.Typer) -> None:
         if (planned := len(places[0].held) - 1) < saves:
             print_note(f"the time was up after {planned} of {saves} saves → --saves {planned}")
         if not all(place.is_known for place in places):
-            raise typer.Exit(69)
+            raise typer.Exit(_NOT_KNOWN)
 
 
 def job_with(config: JobConfig, changes: Sequence[str]) -> JobConfig:
@@ -125,6 +127,7 @@ def show_reload(job: str | None, state_dir: Path | None, config_dir: Path | None
 
     Raises:
         ConfigError: a file is wrong (78).
+        typer.Exit: of a job a remote is not known (69), or there is no checkpoint (66).
     """
     import os
 
@@ -135,14 +138,21 @@ def show_reload(job: str | None, state_dir: Path | None, config_dir: Path | None
     from ckptd.recover.select.job import job_named
 
     directory = config_dir or default_config_dir(os.environ)
+    code = 0
     for where in requested_jobs(job, state_dir, config_dir):
         config = job_named(job or where.name, os.environ, config_dir=directory)
         print_line(f"{config.name}, as {config.file or 'its arguments'} says now:")
         note_remotes(where, config, config)
         try:
-            show(config, ask(where, config, directory, config.retention_keys, SHOWN_SAVES))
+            places = ask(where, config, directory, config.retention_keys, SHOWN_SAVES)
         except NotFoundError as error:
             print_line(error.message)
+            code = code or error.exit_code
+        else:
+            show(config, places)
+            code = code if all(place.is_known for place in places) else _NOT_KNOWN
+    if code:
+        raise typer.Exit(code)
 
 
 def ask(

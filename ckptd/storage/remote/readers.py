@@ -29,7 +29,7 @@ log = logging.getLogger("ckptd.readers")
 class ReaderLease:
     """The lease of one reader on one checkpoint of a remote at a time; its methods may be called by threads.
 
-    A remote that takes none is read without: that is logged and changes nothing else.
+    A remote that takes none (`is_denied`) is read without: that is logged and changes nothing else.
     """
 
     def __init__(self, store: Store, what: str) -> None:
@@ -44,14 +44,19 @@ class ReaderLease:
         self._begun = ""
         self._is_left = False
         """The lease lies in the remote, as far as known."""
-        self._is_denied = False
+        self.is_denied = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Tell whether it counts no more, as nothing was read for so long."""
+        return self._tag is not None and time.monotonic() - self._put_seconds >= SILENT_SECONDS
 
     def hold(self, tag: str) -> None:
         """Leave the lease, or renew it where that is due; call it again while reading goes on."""
         with self._lock:
             now = time.monotonic()
             silent = now - self._put_seconds
-            if self._is_denied or (tag == self._tag and silent < RENEW_SECONDS):
+            if self.is_denied or (tag == self._tag and silent < RENEW_SECONDS):
                 return
             if tag != self._tag or silent >= SILENT_SECONDS:
                 self._tag, self._begun_seconds, self._begun = tag, now, now_utc()
@@ -71,7 +76,7 @@ class ReaderLease:
             self._store.put(self._key, to_bytes(reader))
             self._is_left = True
         except (CkptdError, OSError) as error:
-            self._is_denied = isinstance(error, NotPermitted | RefusedError)
+            self.is_denied = isinstance(error, NotPermitted | RefusedError)
             log.info("%s is read without a lease, so retention does not wait: %s", self._store.url, error)
 
     def end(self) -> None:
@@ -79,7 +84,7 @@ class ReaderLease:
         if os.getpid() != self._pid:
             return  # the lease, and the connection, are those of the process that forked this one
         with self._lock:
-            is_left, self._is_left, self._is_denied = self._is_left, False, True
+            is_left, self._is_left, self.is_denied = self._is_left, False, True
             if is_left:
                 with contextlib.suppress(CkptdError, OSError):
                     self._store.delete(self._key)
@@ -102,6 +107,41 @@ class ReaderLease:
             self.end()
 
 
+class ReaderLeases:
+    """The leases of a reader that goes to and fro between checkpoints, as a file system does: one for each.
+
+    Nobody renews them but `hold`: a checkpoint of which nothing more is read is let go after a while.
+    """
+
+    def __init__(self, store: Store, what: str) -> None:
+        self._store = store
+        self._what = what
+        self._lock = threading.Lock()
+        self._leases: dict[str, ReaderLease] = {}
+
+    def hold(self, tag: str) -> None:
+        """As `ReaderLease.hold`; leases of other checkpoints that count no more are removed."""
+        with self._lock:
+            if any(lease.is_denied for lease in self._leases.values()):
+                return
+            over: list[str] = []
+            if tag not in self._leases:
+                over = [one for one, lease in self._leases.items() if lease.is_silent]
+                self._leases[tag] = ReaderLease(self._store, self._what)
+            ended = [self._leases.pop(one) for one in over]
+            held = self._leases[tag]
+        held.hold(tag)
+        for lease in ended:
+            lease.end()
+
+    def end(self) -> None:
+        """Remove them all."""
+        with self._lock:
+            leases, self._leases = self._leases, {}
+        for lease in leases.values():
+            lease.end()
+
+
 # --- what a deletion looks at ----------------------------------------------------------------------------
 
 
@@ -121,9 +161,12 @@ def _leases(store: Store) -> Iterator[tuple[ObjectInfo, Reader | None, bool]]:
     infos = list(store.list(READERS))
     now = server_time_seconds(store) if infos else None
     for info in infos:
-        reader = _read(store, info.key)
         is_store_time = now is not None and info.mtime_ns > 0
         seconds_ago: float | None = now - info.mtime_ns / 1e9 if now is not None and is_store_time else None
+        if seconds_ago is not None and seconds_ago >= SILENT_SECONDS:
+            yield info, None, False  # whatever it says: killed readers leave many, and each costs a request
+            continue
+        reader = _read(store, info.key)
         if seconds_ago is None and reader is not None:
             seconds_ago = _seconds_since(reader.renewed)
         if reader is not None and seconds_ago is not None:

@@ -196,6 +196,29 @@ def test_lost_lines_give_no_id_twice(tmp_path: Path) -> None:
     assert read_events(tmp_path, 5)[0]["kind"] == "gap"
 
 
+@pytest.mark.parametrize("hours", [2, 0])
+def test_events_that_began_anew_are_a_gap_and_all_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    """The state was lost, and the clock may have been ahead before: a follower hears of both."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 60 + hours * 3600)
+    EventLog(tmp_path).see(job(checkpoint("step1")))
+    last = read_events(tmp_path)[-1]["id"]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    monkeypatch.setattr(time, "time", real)
+    EventLog(tmp_path).see(job(checkpoint("step1"), checkpoint("step2")))
+    rows = read_events(tmp_path)
+    told = read_events(tmp_path, last)
+    assert told[0]["kind"] == "gap"
+    assert (told[1:], told[0]["after"]) == (rows, last)
+    for at, row in enumerate(rows):
+        assert read_events(tmp_path, row["id"]) == rows[at + 1 :]
+    assert read_events(tmp_path, 0) == rows
+    assert read_events(tmp_path, told[0]["id"]) == rows
+
+
 def test_progress_alone_writes_nothing(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     one = checkpoint("step1", "uploading")

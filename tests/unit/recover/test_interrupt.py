@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -108,16 +109,17 @@ import os, runpy, signal, sys
 def hook(name, arguments):
     if name == "open" and WHEN in str(arguments[0]) and not done:
         done.append(1)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), int(SIGNAL))
 
-WHEN, done = sys.argv.pop(1), []
+WHEN, SIGNAL, done = sys.argv.pop(1), sys.argv.pop(1), []
 sys.addaudithook(hook)
 runpy.run_module("ckptd", run_name="__main__")
 """
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("verb", ["restore", "resume"])
-def test_a_recovery_says_where_it_was_stopped(scene: RestoreScene, verb: str) -> None:
+def test_a_recovery_says_where_it_was_stopped(scene: RestoreScene, verb: str, how: signal.Signals) -> None:
     """The plan in the future, what was done in the past, and what to type; the same command goes on.
 
     One line at the end, no traceback, nothing on stdout for a launch script.
@@ -135,7 +137,8 @@ def test_a_recovery_says_where_it_was_stopped(scene: RestoreScene, verb: str) ->
         command = [sys.executable, *first, *words]
         return subprocess.run(command, check=False, capture_output=True, text=True, env=environ, timeout=200)
 
-    stopped = ckptd("-c", AT_A_SHARD, OPTIM.format(1))
+    stopped = ckptd("-c", AT_A_SHARD, OPTIM.format(1), str(int(how)))
+    assert not list((scene.nas / "_ckptd" / "readers").iterdir())
     said = stopped.stderr.splitlines()
     assert (stopped.returncode, stopped.stdout) == (130, ""), stopped
     assert "Traceback" not in stopped.stderr
@@ -150,6 +153,29 @@ def test_a_recovery_says_where_it_was_stopped(scene: RestoreScene, verb: str) ->
     assert (done.returncode, done.stdout.strip()) == (0, str(place / TAG)), done
     assert f"ckptd: put it in place as {TAG}" in done.stderr.splitlines()
     assert f"ckptd: wrote latest = {TAG}" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_check_by_loading_leaves_nothing_when_it_is_stopped(
+    scene: RestoreScene, tmp_path: Path, how: signal.Signals
+) -> None:
+    """Neither the checkpoint that it restores to a temporary folder, nor its lease in the remote."""
+    scene.two()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environ = {**os.environ, "CKPTD_CONFIG_DIR": "/nonexistent", "TMPDIR": str(scratch)}
+    command = [sys.executable, "-c", AT_A_SHARD, OPTIM.format(1), str(int(how))]
+    stopped = subprocess.run(
+        [*command, "verify", str(scene.nas), "--load"],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=200,
+    )
+    assert (stopped.returncode, "Traceback" in stopped.stderr) == (130, False), stopped
+    assert list(scratch.iterdir()) == []
+    assert not list((scene.nas / "_ckptd" / "readers").iterdir())
 
 
 @pytest.mark.root

@@ -27,7 +27,7 @@ from ckptd.storage.remote.documents import read_commits
 from ckptd.storage.remote.garbage import find
 from ckptd.storage.remote.messages import DeleteCommit
 from ckptd.storage.remote.observe import AttachedRemote
-from ckptd.storage.remote.readers import ReaderLease, reader_of
+from ckptd.storage.remote.readers import ReaderLease, ReaderLeases, reader_of
 from ckptd.storage.stores.base import Abilities, ObjectInfo
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.open import open_store
@@ -161,6 +161,26 @@ def test_without_times_of_the_store_clocks_are_compared_with_patience(
     at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat()
     leave(scene, renewed=at)
     assert (reader_of(Timeless(str(scene.nas)), OLD) is not None) is is_live
+
+
+def test_what_killed_readers_left_costs_no_request_each(
+    scene: RepairScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the store's own time alone they are over, whatever they say."""
+    for _ in range(5):
+        leave(scene, age_seconds=SILENT_SECONDS + 1)
+    live = leave(scene)
+    gets: list[str] = []
+    real = DirectoryStore.get
+
+    def get(self: DirectoryStore, key: str) -> bytes | None:
+        gets.append(key)
+        return real(self, key)
+
+    monkeypatch.setattr(DirectoryStore, "get", get)
+    with pytest.raises(BeingRead):
+        delete(scene)
+    assert [key for key in gets if key.startswith(READERS)] == [f"{READERS}{live.name}"]
 
 
 def test_one_listing_for_each_deletion(scene: RepairScene) -> None:
@@ -318,3 +338,51 @@ def test_ckptd_urls_leave_one_until_the_file_system_is_gone(scene: RepairScene) 
     del fs, file
     gc.collect()
     assert leases(scene) == []
+
+
+def puts_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Keys of leases that are written."""
+    found: list[str] = []
+    real = DirectoryStore.put
+
+    def put(self: DirectoryStore, key: str, data: bytes) -> None:
+        if key.startswith(READERS):
+            found.append(key)
+        real(self, key, data)
+
+    monkeypatch.setattr(DirectoryStore, "put", put)
+    return found
+
+
+def test_ckptd_urls_leave_one_for_each_checkpoint(
+    scene: RepairScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes to and fro between two, as an average does, keeps both; each is written once."""
+    puts = puts_of(monkeypatch)
+    store = open_store(str(scene.nas))
+    held = ReaderLeases(store, "ckptd://")
+    for _ in range(3):
+        held.hold(OLD)
+        held.hold(TAG)
+    assert sorted(words(scene)) == [("ckptd://", TAG), ("ckptd://", OLD)]
+    assert len(puts) == 2
+    with pytest.raises(BeingRead):
+        delete(scene)
+    held.end()
+    assert leases(scene) == []
+    held.hold(OLD)
+    monkeypatch.setattr(readers, "SILENT_SECONDS", 0.0)
+    held.hold(TAG)
+    assert words(scene) == [("ckptd://", TAG)], "of the other nothing was read for long"
+    held.end()
+
+
+def test_two_checkpoints_of_one_file_system(scene: RepairScene) -> None:
+    """fsspec gives the same one to all that name its URL."""
+    fs = fsspec.filesystem("ckptd", url=str(scene.nas), skip_instance_cache=True)
+    name = scene.shard(1, OLD, scene.nas).name
+    fs.cat(f"{OLD}/{name}")
+    fs.cat(f"{TAG}/{name}")
+    with pytest.raises(BeingRead):
+        delete(scene)
+    assert fs.cat(f"{OLD}/{name}")
