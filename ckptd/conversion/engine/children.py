@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import ckptd
 from ckptd.base.process import spawn
-from ckptd.conversion.engine.priority import LastInLine
+from ckptd.conversion.engine.priority import LowestPriority
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def watch(
     One that lasts longer than `timeout_seconds`, or prints nothing for `silence_seconds`, is killed.
     `yields`: it leads its session, and runs after everybody else until it starves.
     """
-    watcher = _Watcher(child, on_line, LastInLine(child.pid) if yields else None)
+    watcher = _Watcher(child, on_line, LowestPriority(child.pid) if yields else None)
     try:
         watcher.register()
         give(child, request)
@@ -177,7 +177,7 @@ class _Watcher:
         self,
         child: subprocess.Popen[bytes],
         on_line: Callable[[dict[str, Any]], None] | None,
-        priority: LastInLine | None,
+        priority: LowestPriority | None,
     ) -> None:
         self.child = child
         self.on_line = on_line

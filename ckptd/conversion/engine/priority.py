@@ -13,7 +13,7 @@ import time
 
 from ckptd.base.owned_dirs import list_dir
 
-LAST_NICE, LOW_NICE = 19, 10
+LOWEST_NICE, LOW_NICE = 19, 10
 """Of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
 YOUNG_SECONDS = 0.5
 """What has run for less is left alone: a small conversion is over by then."""
@@ -26,7 +26,7 @@ _CPUCLOCK_SCHED = 2
 """Of a process's clock, as clock_getcpuclockid(3) makes it."""
 
 
-class LastInLine:
+class LowestPriority:
     """Keep a child that leads its session behind all others; called by the loop that watches it.
 
     Made before the child restricts itself: in a user namespace its files in /proc belong to root. The parent
@@ -41,7 +41,7 @@ class LastInLine:
         self._looked_at = 0.0
         self._ran_seconds = 0.0
         self._waited_ns: dict[str, int] = {}
-        self.is_last = self.has_starved = False
+        self.is_lowest = self.has_starved = False
 
     def close(self) -> None:
         """Close what is open of /proc."""
@@ -50,17 +50,17 @@ class LastInLine:
                 os.close(fd)
 
     def look(self, now_seconds: float) -> None:
-        """Let the child be the last once it is not young, and take that back once it starves."""
+        """Lower the child's priority once it is not young, and raise it again once it starves."""
         seconds = now_seconds - self._looked_at
-        if not self.has_starved and seconds >= (WINDOW_SECONDS if self.is_last else LOOK_SECONDS):
+        if not self.has_starved and seconds >= (WINDOW_SECONDS if self.is_lowest else LOOK_SECONDS):
             self._looked_at = now_seconds
             before, self._ran_seconds = self._ran_seconds, self._cpu_seconds()
             waited_seconds = self._waited_seconds()
             is_seen = bool(self._waited_ns)  # /proc mounted with hidepid may not tell of its threads
-            if not self.is_last and is_seen and self._ran_seconds >= YOUNG_SECONDS:
-                self.is_last = True
-                self._enter(LAST_NICE, os.SCHED_IDLE if self._may_leave_idle() else os.SCHED_BATCH)
-            elif self.is_last and waited_seconds > seconds / 2:
+            if not self.is_lowest and is_seen and self._ran_seconds >= YOUNG_SECONDS:
+                self.is_lowest = True
+                self._enter(LOWEST_NICE, os.SCHED_IDLE if self._may_leave_idle() else os.SCHED_BATCH)
+            elif self.is_lowest and waited_seconds > seconds / 2:
                 self.has_starved = self._ran_seconds - before < STARVING_SHARE * seconds
                 if self.has_starved:  # to its end: on a node that is never idle it would have none
                     self._enter(LOW_NICE, os.SCHED_BATCH)

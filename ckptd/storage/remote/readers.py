@@ -108,9 +108,10 @@ class ReaderLease:
 
 
 class ReaderLeases:
-    """The leases of a reader that goes to and fro between checkpoints, as a file system does: one for each.
+    """Hold the leases of a reader that goes to and fro between checkpoints, as a file system does: one for
+    each.
 
-    Nobody renews them but `hold`: a checkpoint of which nothing more is read is let go after a while.
+    Nobody renews them but `hold`: that of a checkpoint of which nothing more is read runs out.
     """
 
     def __init__(self, store: Store, what: str) -> None:
@@ -120,7 +121,7 @@ class ReaderLeases:
         self._leases: dict[str, ReaderLease] = {}
 
     def hold(self, tag: str) -> None:
-        """As `ReaderLease.hold`; leases of other checkpoints that count no more are removed."""
+        """Hold a lease on a checkpoint (`ReaderLease.hold`), and remove those of others that ran out."""
         with self._lock:
             if any(lease.is_denied for lease in self._leases.values()):
                 return
