@@ -37,7 +37,7 @@ import ckptd.base.files as files
 import ckptd.recover.select.inventory as inventory
 from ckptd.storage.stores.open import open_store
 # the directory is served in this process, whose calls are counted
-inventory.open_apart = lambda name, url, access: open_store(url, access=access)
+inventory.open_apart = lambda name, url, access, owner="": open_store(url, access=access)
 real = files._renameat2
 def renameat2(*args):
     global count

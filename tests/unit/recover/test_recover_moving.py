@@ -169,7 +169,8 @@ def test_a_directory_without_rights_is_named(scene: RestoreScene, monkeypatch: p
     """77, and the sentence says which directory."""
     # the user that this process becomes may not run this Python, so the remote is read by the process itself
     monkeypatch.setattr(
-        "ckptd.recover.select.inventory.open_apart", lambda name, url, access: open_store(url, access=access)
+        "ckptd.recover.select.inventory.open_apart",
+        lambda name, url, access, owner="": open_store(url, access=access),
     )
     scene.two()
     scene.dir.mkdir()
