@@ -44,8 +44,8 @@ def check_device(journal: Journal, save_dir_fd: int, problems: Problems, save_di
 
 
 def _is_known_disk(journal: Journal, save_dir_fd: int, device: int) -> bool:
-    saves = (row.save for row in journal.saves() if row.state == "present")
-    return any(_lies_here(save, save_dir_fd, device) for save in saves)
+    # also what was missed while another disk lay in this place: it is here again
+    return any(_lies_here(row.save, save_dir_fd, device) for row in journal.saves())
 
 
 def _lies_here(save: SealedSave, save_dir_fd: int, device: int) -> bool:

@@ -168,13 +168,23 @@ def test_a_state_directory_that_turns_read_only(tmp_path: Path) -> None:
         here.stop()
 
 
+def _is_free(loop: Path) -> bool:
+    return not Path(f"/sys/block/{loop.name}/loop/backing_file").exists()
+
+
 @as_root
-def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path) -> None:
-    """The NVMe is not mounted after a restart: nothing of what lies there goes; mounted, all is as before."""
-    nvme = tmp_path / "nvme"
+@pytest.mark.parametrize("number", ["free", "other"])
+def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path, number: str) -> None:
+    """The NVMe is not mounted after a restart: nothing of what lies there goes; mounted, all is as before.
+
+    Also under another device number.
+    """
+    nvme, other = tmp_path / "nvme", tmp_path / "other"
+    other.write_bytes(bytes(1 << 20))
     with disk_at(nvme, tmp_path / "image"), node(tmp_path, local=ONE, remote=ZERO) as here:
         here.environment = {"STATE_DIRECTORY": str(tmp_path / "state")}
         here.state = tmp_path / "state" / "run"
+        before = os.stat(nvme).st_dev
         here.start()
         here.save(1)
         here.wait_committed("global_step1~g1")
@@ -185,11 +195,20 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path) -> None:
         here.wait("the problem", lambda: "device-changed" in here.problems())
         here.wait_committed("global_step3~g1")
         assert here.local_tags() == {"global_step2", "global_step3"}
-        mount("-o", "loop", tmp_path / "image", nvme)
-        here.wait("its end", lambda: here.status() and "device-changed" not in here.problems())
-        here.save(4)
-        here.wait("the prune", lambda: here.local_tags() == {"global_step4"})
-        here.stop()
+        if number == "other":
+            taken = Path(f"/dev/loop{os.minor(before)}")
+            here.wait("the disk is free", lambda: _is_free(taken))
+            losetup(taken, other)
+        try:
+            mount("-o", "loop", tmp_path / "image", nvme)
+            assert number == "free" or os.stat(nvme).st_dev != before
+            here.wait("its end", lambda: here.status() and "device-changed" not in here.problems())
+            here.save(4)
+            here.wait("the prune", lambda: here.local_tags() == {"global_step4"})
+            here.stop()
+        finally:
+            if number == "other":
+                losetup("-d", taken)
 
 
 @as_root
