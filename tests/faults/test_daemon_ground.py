@@ -195,8 +195,8 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path, number: st
         here.wait("the problem", lambda: "device-changed" in here.problems())
         here.wait_committed("global_step3~g1")
         assert here.local_tags() == {"global_step2", "global_step3"}
+        taken = Path(f"/dev/loop{os.minor(before)}")
         if number == "other":
-            taken = Path(f"/dev/loop{os.minor(before)}")
             here.wait("the disk is free", lambda: _is_free(taken))
             losetup(taken, other)
         try:
