@@ -125,7 +125,7 @@ class Job:
         self.deletion_rights = DeletionRights()
         self._active_at = 0.0
         self._uncommitted: str | None = None
-        """What was not committed when save_dir was last looked at; None: this daemon never did."""
+        """Names what was not committed when save_dir was last looked at; None: this daemon never did."""
         self.idle = IdlePolicy()
 
     # --- opening ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Tally:
 
 _BATCH_FILES = 128
 _BATCH_BYTES = 512 << 20
-"""What a thread may have written but not named: a kill loses it, so that it is written again."""
+"""Limit of what a thread has written and not named: a kill loses it, so that it is written again."""
 FLUSHES_AT_ONCE = 48
 
 

@@ -14,16 +14,16 @@ import time
 from ckptd.base.owned_dirs import list_dir
 
 LOWEST_NICE, LOW_NICE = 19, 10
-"""Of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
+"""Nice values of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
 YOUNG_SECONDS = 0.5
-"""What has run for less is left alone: a small conversion is over by then."""
+"""Leave alone what has run for less: a small conversion is over by then."""
 LOOK_SECONDS = 0.25
 WINDOW_SECONDS = 2.0
 STARVING_SHARE = 0.05
-"""It starves if it runs for less than so much of a window, and waited for a core for half of it."""
+"""Share of a window: it starves if it runs for less, and waited for a core for half of it."""
 
 _CPUCLOCK_SCHED = 2
-"""Of a process's clock, as clock_getcpuclockid(3) makes it."""
+"""Bits of the clock of a process, as clock_getcpuclockid(3) makes it."""
 
 
 class LowestPriority:

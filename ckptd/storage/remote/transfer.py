@@ -180,7 +180,7 @@ class _Sent:
     crc: int
     fingerprint: str
     copied_bytes: int = 0
-    """What the store made of bytes that it holds."""
+    """Bytes that the store copied of what it holds."""
 
 
 class Transfer:
