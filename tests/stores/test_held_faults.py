@@ -9,9 +9,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -141,20 +142,23 @@ def test_an_object_that_cannot_be_read_back_is_sent_again(
     node = Node(tmp_path / "save")
     node.write_all()
     attached = node.attached(DirectoryStore(str(nas), owner="id-n0"))
-    verify, bad = DirectoryStore.verify, set[int]()
+    verify = DirectoryStore.verify
 
-    def broken(self: DirectoryStore, key: str, *more: Any) -> str:
-        if key.endswith(MODEL):
-            bad.add((nas / key).stat().st_ino)
-        if bad == {(nas / key).stat().st_ino}:
-            raise StorageError(f"verifying {key}: Input/output error")
-        return verify(self, key, *more)
+    with ExitStack() as opened:
+        # held open: no other file is given the inode of the one that is removed
+        bad: list[BinaryIO] = []
 
-    monkeypatch.setattr(DirectoryStore, "verify", broken)
-    with pytest.raises(StorageError):
-        node.upload(attached, node.order(node.sealed()))
-    (nas / "pad").write_bytes(b"")  # takes the inode that was freed
-    assert node.upload(attached, node.order(node.sealed())).outcome == "committed"
+        def broken(self: DirectoryStore, key: str, *more: Any) -> str:
+            if key.endswith(MODEL) and not bad:
+                bad.append(opened.enter_context((nas / key).open("rb")))
+            if bad and os.fstat(bad[0].fileno()).st_ino == (nas / key).stat().st_ino:
+                raise StorageError(f"verifying {key}: Input/output error")
+            return verify(self, key, *more)
+
+        monkeypatch.setattr(DirectoryStore, "verify", broken)
+        with pytest.raises(StorageError):
+            node.upload(attached, node.order(node.sealed()))
+        assert node.upload(attached, node.order(node.sealed())).outcome == "committed"
 
 
 def test_one_copy_that_is_gone_does_not_end_sharing(tmp_path: Path) -> None:
