@@ -2,7 +2,8 @@
 
 Slurm signals every process of a step, a terminal by Ctrl-C, systemd and `kill -- -PGID` may as well: a daemon
 that drains needs its children to its end. The mask is inherited through exec, so there is no moment at which
-a child would die. Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its input.
+a child would die. Each ends by itself with its parent (PR_SET_PDEATHSIG), or at the end of its input. It
+leads a session of its own, which ranks behind others where the kernel groups processes by session (adr/0223).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ckptd.errors import RemoteUnreachable
@@ -124,11 +126,14 @@ def say_waiting(shown: str) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-_NICE = 10
+_NICE, _AGAIN_SECONDS = 10, 0.1
 
 
-def end_with_parent() -> None:
-    """Make this process die with its parent process, not with the thread that started us; ignore Ctrl-C."""
+def become_child() -> None:
+    """Make this process die with its parent process, ignore Ctrl-C, and rank behind others.
+
+    Not with the thread that started it: PR_SET_PDEATHSIG speaks of that one.
+    """
     import ctypes
 
     parent = os.getppid()
@@ -142,5 +147,36 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent:
         os._exit(0)
+    _rank_behind_others()
+
+
+def _rank_behind_others() -> None:
+    """Take nice 10, in a session of its own: within one alone it would count nothing beside a trainer's."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+        os.setsid()
+        fd = os.open("/proc/self/autogroup", os.O_WRONLY | os.O_CLOEXEC)
+        if set_session_nice(fd, _NICE):
+            os.close(fd)
+        else:
+            threading.Thread(target=_rank_session, args=(fd,), daemon=True).start()
+
+
+def _rank_session(fd: int) -> None:
+    while not set_session_nice(fd, _NICE):
+        time.sleep(_AGAIN_SECONDS)
+    os.close(fd)
+
+
+def set_session_nice(autogroup_fd: int, nice: int) -> bool:
+    """Set the nice value of a session among sessions, by an open `/proc/PID/autogroup` (adr/0223).
+
+    False: to be asked again; the kernel takes ten such requests a second, from all users together.
+    """
+    try:
+        os.write(autogroup_fd, str(nice).encode())
+    except BlockingIOError:
+        return False
+    except OSError:  # the process has ended, or its session is no group of the scheduler
+        return True
+    return True

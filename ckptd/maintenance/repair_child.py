@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptd.base.extents import write_all
-from ckptd.base.process import end_with_parent
+from ckptd.base.process import become_child
 from ckptd.conversion.engine.sandbox import STOP_SIGNAL
 from ckptd.errors import CkptdError
 from ckptd.maintenance.repair import Repair, RepairRequest, Unfinished
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Read an order from stdin; write its rows, or the error, as one line of JSON."""
-    end_with_parent()
+    become_child()
     signal.signal(STOP_SIGNAL, signal.SIG_DFL)
     # the daemon that started us pickled it; no byte of it comes from elsewhere
     order: RepairOrder = pickle.load(sys.stdin.buffer)  # noqa: S301

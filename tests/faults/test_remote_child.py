@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,7 +43,6 @@ from tests.support.processes import wait_gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from ckptd.storage.remote.messages import Answer, Request
 
@@ -362,6 +362,30 @@ def test_the_child_ends_with_its_parent(tmp_path: Path) -> None:
         wait_gone([child])
         parent.kill()
         parent.wait()
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/autogroup"), reason="this kernel does not group by session"
+)
+@pytest.mark.parametrize("rights", ["all", "those of a user"])
+def test_children_that_start_at_once_rank_behind_other_sessions(rights: str) -> None:
+    """The kernel takes few requests of users at a time: whoever is refused asks again (P11; adr/0223)."""
+    command = [sys.executable, "-m", "ckptd.storage.child.child"]
+    if rights != "all" and os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", *command]
+    children = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, env=clean_environment(SETTINGS.url))
+        for _ in range(4)
+    ]
+    try:
+        for child in children:
+            autogroup = Path(f"/proc/{child.pid}/autogroup")
+            wait_until(lambda: autogroup.read_text().endswith(" nice 10\n"), 20)  # noqa: B023 - waited for here
+            assert os.getsid(child.pid) == child.pid
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_nothing_secret_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import os
 import time
 
 from ckptd.base.owned_dirs import list_dir
+from ckptd.base.process import set_session_nice
 
 LOWEST_NICE, LOW_NICE = 19, 10
 """Nice values of the session, until it starves and afterwards: 1.5 % of a busy core, and a tenth of it."""
@@ -64,7 +65,9 @@ class LowestPriority:
                 self.has_starved = self._ran_seconds - before < STARVING_SHARE * seconds
                 if self.has_starved:  # to its end: on a node that is never idle it would have none
                     self._enter(LOW_NICE, os.SCHED_BATCH)
-        if self._nice_to_set is not None and self._set_session_nice(self._nice_to_set):
+        if (nice := self._nice_to_set) is not None and (
+            self._autogroup is None or set_session_nice(self._autogroup, nice)
+        ):
             self._nice_to_set = None
 
     def _cpu_seconds(self) -> float:
@@ -101,17 +104,6 @@ class LowestPriority:
         for thread in _listed(self._tasks):
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(int(thread), policy, os.sched_param(0))
-
-    def _set_session_nice(self, nice: int) -> bool:
-        """Set it; False: the kernel takes such a request ten times a second from all users together."""
-        try:
-            if self._autogroup is not None:
-                os.write(self._autogroup, str(nice).encode())
-        except BlockingIOError:
-            return False
-        except OSError:  # the child has ended, or its session is no group of the scheduler
-            return True
-        return True
 
 
 def _opened(path: str, flags: int) -> int | None:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
-from ckptd.base.process import end_with_parent
+from ckptd.base.process import become_child
 from ckptd.errors import CkptdError
 from ckptd.storage.stores.directory import DirectoryStore
 from ckptd.storage.stores.retrying import tried_again
@@ -62,7 +62,7 @@ class _FarSource:
 
 def main() -> None:
     """Serve the directory until the parent's end of the control socket is closed."""
-    end_with_parent()
+    become_child()
     control = socket.socket(fileno=int(sys.argv[1]))
     store = tried_again(DirectoryStore(sys.argv[2], owner=sys.argv[3], window_bytes=int(sys.argv[4])))
     while True:

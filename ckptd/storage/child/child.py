@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from ckptd.base.process import end_with_parent
+from ckptd.base.process import become_child
 from ckptd.errors import UsageError
 from ckptd.storage.child.service import Service
 from ckptd.storage.remote.messages import (
@@ -71,7 +71,7 @@ class _Output:
 
 def main() -> None:
     """Serve until the input ends."""
-    end_with_parent()
+    become_child()
     threading.excepthook = _end_by_bug
     output = _Output()
     window_bytes = int(sys.argv[1]) if len(sys.argv) > 1 else WINDOW_BYTES
