@@ -1,6 +1,6 @@
 """Delete one committed form from a remote, in an order that every crash survives.
 
-Tombstone (so that it is never uploaded again) → pointers → COMMIT → objects that no other manifest lists →
+Pointers → tombstone (so that it is never uploaded again) → COMMIT → objects that no other manifest lists →
 its manifests. Keys come from manifests, never from a prefix; repeating the order finishes what was cut short.
 """
 
@@ -34,7 +34,7 @@ from ckptd.storage.remote.documents import (
     read_keys,
     stem_of,
 )
-from ckptd.storage.remote.observe import is_pinned, point, still_ours
+from ckptd.storage.remote.observe import is_pinned, is_pointed_at, point, still_ours
 from ckptd.storage.remote.readers import reader_of
 from ckptd.storage.remote.shares import forget_rows
 
@@ -107,6 +107,9 @@ def _entomb(
         msg = f"{commit.key} is {commit.sha256[:12]}, not {order.commit_sha256[:12]}"
         raise CommitConflict(msg, hint="look again; nothing was removed")
     _protected(attached, order, commit)
+    # who committed the newer one may have died before the pointers followed (P6)
+    if is_pointed_at(store, commit.commit.folder):
+        point(store, attached.documents, leaving=where)
     members = [known.manifest for known in manifests if _is_listed(known, commit)]
     stone = Tombstone(
         tag=order.tag,

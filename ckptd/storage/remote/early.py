@@ -17,7 +17,7 @@ from ckptd.core.model.generation import objects_of
 from ckptd.core.model.records import ZERO
 from ckptd.errors import RefusedError, TargetExists
 from ckptd.storage.remote.commit import open_root
-from ckptd.storage.remote.documents import manifest_folder, read_generation
+from ckptd.storage.remote.documents import manifest_folder, manifests_of_commit, read_commit, read_generation
 from ckptd.storage.remote.heartbeats import Heartbeats
 from ckptd.storage.remote.messages import UploadedObject
 from ckptd.storage.remote.observe import still_ours
@@ -78,8 +78,11 @@ def _upload(attached: AttachedRemote, order: EarlyRequest, root: int, control: T
 def delete_early(attached: AttachedRemote, order: DeleteEarly, check: Callable[[], None]) -> None:
     """Give up half uploads, and delete objects that no manifest lists.
 
+    A COMMIT is asked for by its name, and its manifests by theirs: a listing may be of before it.
+
     Raises:
         RefusedError: another node has written there, or a manifest cannot be read.
+        DamagedError: a COMMIT there cannot be read.
     """
     store = attached.store
     still_ours(store, attached.identity)
@@ -90,10 +93,13 @@ def delete_early(attached: AttachedRemote, order: DeleteEarly, check: Callable[[
     for key in order.objects:
         check()
         damaged: list[str] = []
-        listed = objects_of(known.manifest for known in read_generation(store, _generation(key), damaged))
+        where = _generation(key)
+        manifests = read_generation(store, where, damaged)
         if damaged:
             raise RefusedError(f"{key} stays: {damaged[0]}", hint="see `ckptd verify`")
-        if key not in listed:
+        if (commit := read_commit(store, where)) is not None:
+            manifests += manifests_of_commit(store, commit.commit)
+        if key not in objects_of(known.manifest for known in manifests):
             store.delete(key)
 
 

@@ -272,19 +272,26 @@ def confirm(store: Store, commits: tuple[tuple[str, str], ...], identity: Remote
     return Confirmed(ok=True)
 
 
-def point(store: Store, cache: DocumentCache | None = None) -> None:
+def point(store: Store, cache: DocumentCache | None = None, leaving: Stem | None = None) -> None:
     """Let the pointers name what they should, re-read until they do (another node may move them too; P6).
 
-    `cache`: COMMITs that were read before; which there are is listed each time.
+    `cache`: COMMITs that were read before; which there are is listed each time. `leaving`: one that is about
+    to be deleted, which they no longer name.
     """
     cache = DocumentCache() if cache is None else cache
     for _ in range(_POINTER_TRIES):
         found = read_commits(store, cache=cache)
         rows = read_runs(store, cache, found.listing.below(RUNS))
-        wanted = choose_pointers(pointed_at(rows, [view.commit for view in found.live()]))
+        staying = [view.commit for view in found.live() if stem_of(view.commit) != leaving]
+        wanted = choose_pointers(pointed_at(rows, staying))
         changed = _set(store, "latest", wanted.latest)
         if not _set(store, LATEST_UNIVERSAL, wanted.latest_universal) and not changed:
             return
+
+
+def is_pointed_at(store: Store, folder: str) -> bool:
+    """Tell whether a pointer names the folder of a COMMIT."""
+    return folder in (_pointer(store, "latest"), _pointer(store, LATEST_UNIVERSAL))
 
 
 def _set(store: Store, key: str, name: str | None) -> bool:

@@ -264,6 +264,22 @@ def test_what_no_save_came_of_is_removed_and_what_is_listed_stays(node: Node, th
     assert is_committed_as_written(node, there, result)
 
 
+def test_what_is_committed_stays_though_a_listing_is_of_before_it(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Life 10003095: another run committed under the key of an early upload that was cut."""
+    there = node.attached(MemoryStore())
+    result = node.upload(there, node.order(node.sealed()))
+    with monkeypatch.context() as patch:
+        patch.setattr(there.store, "list", lambda _prefix: iter(()))
+        delete_early(there, back(node), lambda: None)
+    assert is_committed_as_written(node, there, result)
+    extra = f"{node.tag}/{OPTIM.format(d=7)}"
+    there.store.put(extra, b"of a save with more ranks")
+    delete_early(there, back(node).model_copy(update={"objects": (extra,)}), lambda: None)
+    assert held(there, extra) is None
+
+
 def test_where_another_node_writes_nothing_is_sent_early_nor_removed(
     node: Node, there: AttachedRemote
 ) -> None:

@@ -228,6 +228,26 @@ def test_a_damaged_manifest_stops_retention(tmp_path: Path, store: MemoryStore) 
     assert key in store.objects
 
 
+def test_a_pointer_that_was_left_behind_never_names_what_is_being_deleted(tmp_path: Path) -> None:
+    """Life 20000134: the node died between a newer COMMIT and the pointer (P6), whenever it dies next."""
+    whole = MemoryStore()
+    _, views = commit_three(tmp_path, whole)
+    whole.objects["latest"] = views[0].commit.folder.encode()
+    is_finished, most = False, 0
+    while not is_finished:
+        store = Dying(dict(whole.objects), most)
+        ground = Node(tmp_path / "save").attached(store)
+        try:
+            delete_commit(ground, order_for(views[0]), lambda: None)
+            is_finished = True
+        except Killed:
+            most += 1
+        name = stem(store.objects["latest"].decode(), 1, "zero")
+        assert f"_ckptd/commits/{name}.json" in store.objects, most
+        assert side_key("retired", name) not in store.objects, most
+    assert most > 5
+
+
 def test_pointers_follow_branch_and_step_not_the_step_alone(tmp_path: Path, store: MemoryStore) -> None:
     node = Node(tmp_path / "save")
     ground = node.attached(store)
