@@ -189,7 +189,8 @@ class Worker:
             return False
         for part in output.parts:
             if isinstance(part, Range):
-                self._append(writer, local, part)
+                with local.named(part.source):
+                    self._append(writer, local, part)
                 continue
             for data in blocks_of(part, self.sources):
                 self._check_stop()
@@ -278,7 +279,8 @@ class Worker:
             self.counters.add(nbytes=part.nbytes)
             dirty.wrote(at + part.nbytes, part.nbytes)
         elif isinstance(part, Range) and self.local is not None:
-            self._range(self.local, fd, at, part, dirty)
+            with self.local.named(part.source):
+                self._range(self.local, fd, at, part, dirty)
         else:
             self._made(fd, at, part, dirty)
 
