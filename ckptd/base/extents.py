@@ -138,10 +138,16 @@ def extent_at(fd: int, offset: int, length: int) -> tuple[bool, int]:
 
 
 def flush_range(fd: int, offset: int, length: int) -> None:
-    """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory)."""
-    _libc.sync_file_range(
+    """Write back the dirty pages of a range and wait (no metadata: not durability, only bounded memory).
+
+    Raises:
+        OSError: they could not be written. The kernel says so once: no later fsync of `fd` would.
+    """
+    failed = _libc.sync_file_range(
         ctypes.c_int(fd), ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(_SYNC_WRITE_AND_WAIT)
     )
+    if failed and (code := ctypes.get_errno()) != errno.ENOSYS:
+        raise OSError(code, os.strerror(code))
 
 
 def start_flush(fd: int, offset: int = 0, length: int = 0) -> None:

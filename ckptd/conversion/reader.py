@@ -6,6 +6,7 @@ than a process may have open (1024 is the usual limit). Blocks serve where copyi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
@@ -126,7 +127,17 @@ class SourceFiles(Ranges, Sequence[int]):
 
     def read(self, source: int, offset: int, nbytes: int) -> bytes:
         """Bytes of a source, through the page cache."""
-        return os.pread(self[source], nbytes, offset)
+        with self.named(source):
+            return os.pread(self[source], nbytes, offset)
+
+    @contextlib.contextmanager
+    def named(self, source: int) -> Iterator[None]:
+        """Add the source's path to an error of the system: it may be its disk that fails."""
+        try:
+            yield
+        except OSError as error:
+            words = f"{error.strerror or error}, while {self._paths[source]} was being copied"
+            raise OSError(error.errno, words) from error
 
     def path(self, source: int) -> str:
         """Return the path below the folder."""

@@ -30,7 +30,7 @@ from ckptd.conversion.engine.writer import (
 from ckptd.conversion.parts import Literal, Part, Range, ranges_of
 from ckptd.conversion.plan import OutputCheck, OutputFile
 from ckptd.conversion.reader import BLOCK_BYTES as COMPARED_BYTES
-from ckptd.conversion.reader import Ranges, blocks_of, refuse_unequal
+from ckptd.conversion.reader import Ranges, blocks_of, descriptors, refuse_unequal
 from ckptd.errors import NoSpaceError, SourceChanged
 from ckptd.formats.torchfile.skeleton import BLOCK_BYTES
 from ckptd.storage.stores.parallel import FailFastPool
@@ -124,6 +124,8 @@ class Worker:
     stop: threading.Event
     local: SourceFiles | None = field(init=False)
     clone: bool = field(init=False)
+    most_files: int = field(init=False)
+    """That are open at once, waiting for their flush."""
     batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
     batched_bytes: int = 0
     dirty_bytes: int = 0
@@ -132,6 +134,7 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.local, self.clone = self.sources.local, self.settings.clone
+        self.most_files = min(_BATCH_FILES, descriptors() // (2 * self.settings.threads))
 
     def make(self, output: OutputFile) -> None:
         """Write one output, or skip it when an earlier attempt finished it."""
@@ -154,12 +157,14 @@ class Worker:
             self._parts(fd, 0, output.parts)
             self.dirty_bytes += output.nbytes
             extents.start_flush(fd)
+        else:  # some file systems take O_DIRECT and use the cache all the same (ext4 with data=journal)
+            self.dirty_bytes += extents.cached_bytes(fd) or 0
         own(fd, self.settings.gid, self.settings.file_mode)
         self.batched_bytes += output.nbytes
         if (
             self.dirty_bytes >= self.settings.batch_bytes
             or self.batched_bytes >= _BATCH_BYTES
-            or len(self.batch) >= _BATCH_FILES
+            or len(self.batch) >= self.most_files
         ):
             self.settle()
 
@@ -184,7 +189,8 @@ class Worker:
             return False
         for part in output.parts:
             if isinstance(part, Range):
-                self._append(writer, local, part)
+                with local.named(part.source):
+                    self._append(writer, local, part)
                 continue
             for data in blocks_of(part, self.sources):
                 self._check_stop()
@@ -273,7 +279,8 @@ class Worker:
             self.counters.add(nbytes=part.nbytes)
             dirty.wrote(at + part.nbytes, part.nbytes)
         elif isinstance(part, Range) and self.local is not None:
-            self._range(self.local, fd, at, part, dirty)
+            with self.local.named(part.source):
+                self._range(self.local, fd, at, part, dirty)
         else:
             self._made(fd, at, part, dirty)
 

@@ -5,6 +5,7 @@ One stream of an object store is slow; the CRCs of ranges combine, so that no by
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
@@ -42,8 +43,8 @@ class FailFastPool:
             raise LaneStopped(msg)
 
     def run(self, count: int, work: Iterable[T], do: Callable[[T], None], *, name: str) -> None:
-        """Run `do` on each piece of work, begun in order, `count` at a time; without threads where one is
-        enough.
+        """Run `do` on each piece of work, begun in order, `count` at a time, or as many as the limits of
+        processes allow (`ulimit -u`, pids.max); without threads where one is enough.
 
         Raises:
             BaseException: what the first lane that failed raised; no lane runs any more then.
@@ -56,8 +57,11 @@ class FailFastPool:
             try:
                 for number in range(count):
                     lane = threading.Thread(target=begin, name=f"{name}_{number}")
-                    lane.start()
-                    lanes.append(lane)
+                    with contextlib.suppress(RuntimeError):  # no thread more is to be had
+                        lane.start()
+                        lanes.append(lane)
+                if not lanes:
+                    begin()
             finally:
                 for lane in lanes:
                     lane.join()

@@ -23,6 +23,7 @@ from ckptd.conversion.engine import staging
 from ckptd.conversion.engine.executor import Worker
 from ckptd.conversion.engine.executor_child import Execution, Request
 from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.engine.writer import Ticker
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.parts import Literal
 from ckptd.conversion.plan import OutputFile, PlanReader
@@ -411,6 +412,85 @@ def test_a_disk_that_refuses_is_no_missing_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "stat", refuse)
     with pytest.raises(OSError, match="Input/output"):
         staging.check_place(tmp_path / "new")
+
+
+def test_an_output_whose_flush_fails_gets_no_name(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says once that bytes are lost: who goes on has a file that lacks them."""
+    real_fsync, failed = os.fsync, set[int]()
+
+    def fsync(fd: int) -> None:
+        if not failed:
+            failed.add(os.fstat(fd).st_ino)
+            raise OSError(errno.EIO, "Input/output error")
+        real_fsync(fd)
+
+    work = _planned(made, tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    execution, fds = _execution(made, work, 3)
+    with pytest.raises(OSError, match="Input/output"):
+        execution.run()
+    for fd in fds:
+        os.close(fd)
+    assert failed.isdisjoint(path.stat().st_ino for path in (work / "out").rglob("*"))
+
+
+@pytest.mark.parametrize("call", ["copy_file_range", "preadv", "pread"])
+def test_a_disk_that_fails_is_told_with_what_was_copied_from_it(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Source and result may lie on two disks: "converting into …" alone has people look at the wrong one."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def cannot(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    execution, fds = _execution(made, _planned(made, tmp_path), 1)
+    monkeypatch.setattr(
+        "ckptd.conversion.engine.executor.MIN_FILE_BYTES", 1 << (0 if call == "preadv" else 20)
+    )
+    monkeypatch.setattr(os, "copy_file_range", cannot)
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match=r"Input/output error, while .*_states\.pt was being copied"):
+        execution.run()
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_it_goes_on_with_the_threads_that_are_to_be_had(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """`ulimit -u` and pids.max count those of the trainer, too."""
+    start, running = threading.Thread.start, list[threading.Thread]()
+
+    def start_few(self: threading.Thread) -> None:
+        if sum(thread.is_alive() for thread in running) >= most:
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        running.append(self)
+        start(self)
+
+    work = _planned(made, tmp_path)
+    execution, fds = _execution(made, work, 4)
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ticker, "__enter__", lambda self: self)
+        patch.setattr(Ticker, "__exit__", lambda *_: None)
+        execution.run()
+    for fd in fds:
+        os.close(fd)
+    assert len(list((work / "out").rglob("fp32.pt"))) > 5
+
+
+def test_few_descriptors_are_enough(tmp_path: Path) -> None:
+    """Sources, and outputs that wait for their flush, keep to the hard limit."""
+    write_stage12(tmp_path / "save", [{f"blocks.{i}.w": (8, 8) for i in range(300)}], 2)
+    command = f"ulimit -n 200; exec {sys.executable} -m ckptd convert {tmp_path / 'save'} {tmp_path / 'u'}"
+    subprocess.run(command, shell=True, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
 def test_every_output_and_folder_is_flushed_and_then_named(
