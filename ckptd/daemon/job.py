@@ -382,16 +382,21 @@ class Job:
         """Transfers slow down for a save in flight, here or on this disk; during a drain they never do."""
         return self._is_beside_save and not self.control.is_draining
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Conversions rest and transfers slow down: tasks of this node wait for memory. Never in a drain."""
+        return self._limits.memory_pressure.is_high and not self.control.is_draining
+
     def pace(self) -> None:
         """Slow down for a save in flight or a node short of memory (P11), rest when a person asked for it."""
         if self.state is None:
             return
-        is_short = self._limits.memory_pressure.is_high and not self.control.is_draining
+        is_short = self.waits_for_memory
         self.local_actions.pace(is_resting=self._is_beside_save or self.control.is_resting or is_short)
         for session in self.sessions.values():
-            # what is uploaded early lies in memory
-            slows = self.slows_transfers and session.uploading != EARLY
-            session.pace(BUSY_FRACTION if slows or is_short else 1.0)
+            # safety goes before comfort; what is uploaded early lies in memory
+            slows = self.slows_transfers or (is_short and not self.state.uploads.is_first(session.name))
+            session.pace(BUSY_FRACTION if slows and session.uploading != EARLY else 1.0)
 
     # --- the turn --------------------------------------------------------------------------------------
 
@@ -502,6 +507,7 @@ class Job:
         begin_answer(self)
         if self.control.may_act:
             self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
+            self.pace()  # of what has just begun
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""

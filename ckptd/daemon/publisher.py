@@ -167,7 +167,8 @@ class Publisher:
         """The job's part, made anew when it changed, is moving, or its ages have grown old."""
         self._report_ready_dir(job)
         old = self._parts.get(job)
-        key = (job.plans, job.phase, job.job_id, job.slows_transfers, job.problems.all())
+        paces = job.slows_transfers, job.waits_for_memory
+        key = (job.plans, job.phase, job.job_id, paces, job.problems.all())
         is_moving = job.state is not None and bool(job.state.uploads.progress or job.state.saves.conversion)
         is_changed = old is None or is_moving or key != old.key
         is_scanned = job.state is not None and job.view is not None and not job.state.is_first_scan

@@ -336,6 +336,8 @@ class JobStatus:
     """None: no `ckptd plan` was asked within the last minute."""
     making_way: bool = False
     """A save is being written on its disk: conversions wait, transfers go slowly."""
+    waits_for_memory: bool = False
+    """Tasks of its node wait for memory: as above, but for ZeRO forms that are committed nowhere yet."""
     shared: SharedStatus | None = None
     """None: save_dir is this node's alone."""
 

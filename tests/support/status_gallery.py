@@ -312,6 +312,10 @@ def documents() -> dict[str, st.Status]:
     gone = checkpoint(3500, state="pruned")
     gone = replace(gone, local=replace(gone.local, present=False, held=False))
     one = (checkpoint(4500, state="uploading", upload="shipping"),)
+    done = checkpoint(4000)
+    converting = replace(done, local=replace(done.local, universal="converting"))
+    sent = {"s3": {**done.remotes["s3"], "universal": one[0].remotes["s3"]["zero"]}}
+    sending = replace(done, remotes=sent)
     forgetful = job(safe=None, steps_at_risk=4000, seconds_at_risk=None, problems=(UNREACHABLE,))
     old = {"as_of": before(7200)}
     return {
@@ -358,6 +362,13 @@ def documents() -> dict[str, st.Status]:
         "draining, and nothing moves": of(behind(drain=_drain(is_done=False, stalled=("s3",)))),
         "the drain's deadline passed": of(behind(drain=_drain(is_done=False, left=-5.0))),
         "beside a save": of(behind(making_way=True)),
+        "the node is short of memory": of(behind(waits_for_memory=True)),
+        "the node is short of memory, and a conversion waits": of(
+            job(waits_for_memory=True, checkpoints=(converting,))
+        ),
+        "the node is short of memory, and a form moves slowly": of(
+            job(waits_for_memory=True, checkpoints=(sending,))
+        ),
         "drained": of(job(drain=_drain(is_done=True))),
         "drained, old ones not sent": of(job(drain=_drain(is_done=True, unsent=("global_step3000",)))),
         "daemon stopped": of(job(**old), published=7200.0, alive=False),

@@ -121,6 +121,8 @@ POLL_SECONDS = 0.02
 """A pause takes hold after so long at most: a save may last half a second."""
 WAIT_SECONDS = 1.0
 """Longest wait for a line of a child that nobody stops or pauses, before its end is looked for."""
+LATE_SECONDS = 1.0
+"""A watcher that looks so much later than it meant to was stopped itself, as a frozen container is."""
 STOP_SECONDS = 10.0
 _MAX_WORDS_BYTES = 1 << 20
 
@@ -155,7 +157,8 @@ def watch(
 ) -> Watched:
     """Serve a child until it ends; it is dead and reaped when this returns or raises.
 
-    One that lasts longer than `timeout_seconds`, or prints nothing for `silence_seconds`, is killed.
+    One that lasts longer than `timeout_seconds`, or prints nothing for `silence_seconds`, is killed. While it
+    is paused, or the watcher itself was stopped, neither counts.
     `yields`: it leads its session, and runs after everybody else until it starves.
     """
     watcher = _Watcher(child, on_line, LowestPriority(child.pid) if yields else None)
@@ -209,15 +212,18 @@ class _Watcher:
         timeout_seconds: float | None,
         silence_seconds: float | None,
     ) -> Watched:
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        now = time.monotonic()
+        deadline = None if timeout_seconds is None else now + timeout_seconds
         killed_at: float | None = None
         is_steered = should_stop is not None or should_pause is not None
         pause = POLL_SECONDS if is_steered else min(WAIT_SECONDS, silence_seconds or WAIT_SECONDS)
         while self.selector.get_map():
+            before = now
             self._read(pause)
             now = time.monotonic()
-            if self.paused:
+            if self.paused or now - before > pause + LATE_SECONDS:
                 self.heard_at = now
+                deadline = None if deadline is None else deadline + now - before
             if silence_seconds is not None and now - self.heard_at > silence_seconds:
                 deadline = self.heard_at  # stopped by somebody, or stuck with all its threads
             if killed_at is None and should_stop is not None and should_stop():

@@ -98,6 +98,7 @@ def plan_request(
 
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0
+"""Of up to a thousand files its processor time is limited to less: what lasts so long waits for a disk."""
 SILENCE_SECONDS = 120.0
 """An executor tells its progress four times a second, whatever its threads wait for."""
 
@@ -123,7 +124,7 @@ def convert(
     Raises:
         RefusedError, DamagedError, TornArchiveError: the source has no universal form, or is damaged.
         SourceChanged: it was written meanwhile. TargetExists, NoSpaceError, LockHeld, StorageError.
-        BehindError: `should_stop` said so.
+        BehindError: `should_stop` said so, or planning took too long.
     """
     chosen = options or ConvertOptions()
     rounding_from = numpy_for(chosen)
@@ -361,7 +362,7 @@ def write_plan(
 
     Raises:
         RefusedError, DamagedError, TornArchiveError: there is no such form of it, or it is damaged.
-        SourceChanged, StorageError. BehindError: `should_stop` said so.
+        SourceChanged, StorageError. BehindError: `should_stop` said so, or it lasted for `PLAN_SECONDS`.
     """
     watched = watch(
         children.start("planner_child", stdout=out, stderr=subprocess.PIPE),
@@ -399,6 +400,9 @@ def failure(watched: Watched, what: str) -> errors.CkptdError:
     words = "it hung or took too long" if watched.timed_out else children.died_of(watched.status)
     words = children.NONSENSE if watched.garbled else words
     if what.startswith("planning"):
+        if watched.timed_out:  # such as of a disk that hangs: tried again, and a few times alone
+            hint = "the ZeRO form is safe all the same; if it lasts, see to the disk that is read"
+            return errors.BehindError(f"{what} took too long", hint=hint)
         return errors.RefusedError(f"{what} failed ({words})", hint="the ZeRO form is safe all the same")
     return errors.StorageError(f"{what} failed ({words})")
 

@@ -92,6 +92,7 @@ def job_status(job: WatchedJob, unended: Set[tuple[str, str | None]] = frozenset
         removal=removal_status(job),
         plan=job.control.plan_answer if job.control.plan is not None else None,
         making_way=job.slows_transfers,
+        waits_for_memory=job.waits_for_memory,
         shared=_shared(job),
     )
 

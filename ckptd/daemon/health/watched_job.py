@@ -62,6 +62,10 @@ class WatchedJob(Protocol):
     def slows_transfers(self) -> bool:
         """Tell whether transfers slow down for a save."""
 
+    @property
+    def waits_for_memory(self) -> bool:
+        """Tell whether it slows down as tasks of this node wait for memory."""
+
     def __hash__(self) -> int:
         """A job is the same as itself alone."""
 

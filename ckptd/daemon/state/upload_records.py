@@ -183,6 +183,15 @@ class Uploads:
             "commits": [(r.commit_key or "", r.commit_sha256 or "") for r in zero],
         }
 
+    def is_first(self, remote: str) -> bool:
+        """Tell whether the ZeRO form of a save that is committed nowhere yet is on its way to a remote."""
+        return any(
+            name == remote
+            and form == ZERO
+            and all(r.state is not UploadState.COMMITTED for r in self.of(save_id).values() if r.form == ZERO)
+            for save_id, name, form in self.progress
+        )
+
     def put(self, save_id: int, record: UploadRecord) -> None:
         """Record the state of an upload in the journal and here."""
         self._journal.put_upload(save_id, record)

@@ -50,7 +50,8 @@ def clauses(job: JobStatus, life: Life, now: float) -> list[str]:
     since = seconds_since(job.as_of, now) if job.as_of else life.age_seconds
     runs = job.state != "invalid"
     said = [*(life.reason.split("; ") if runs else ()), _committed(job, since)]
-    said += [_under_way(job) if life.is_well else "", _doubtful(job), _risk(job, since, life)]
+    said += [_under_way(job), _slowed(job)] if life.is_well else []
+    said += [_doubtful(job), _risk(job, since, life)]
     said += _control(job, now)
     said.append(_full(job) if life.is_well else "")
     needed = sum(problem.severity == "attention" for problem in job.problems)
@@ -189,6 +190,21 @@ def _under_way(job: JobStatus) -> str:
     more = f" (and {len(moving) - 1} more)" if len(moving) > 1 else ""
     slowly = ", slowed by a save on this disk" if job.making_way else ""
     return f"next: {what}{where}{done}{left}{more}{slowly}"
+
+
+def _slowed(job: JobStatus) -> str:
+    """Say that what is under way waits as its node is short of memory; empty: nothing does."""
+    for checkpoint in job.checkpoints if job.waits_for_memory else ():
+        is_safe = any(is_committed(forms) for forms in checkpoint.remotes.values())
+        moving = [
+            form
+            for forms in checkpoint.remotes.values()
+            for form, state in forms.items()
+            if state.state == "shipping"
+        ]
+        if checkpoint.local.universal == "converting" or any(form != "zero" or is_safe for form in moving):
+            return "slowed: tasks of this node wait for memory (/proc/pressure/memory)"
+    return ""
 
 
 def _full(job: JobStatus) -> str:

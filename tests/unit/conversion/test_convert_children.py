@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptd.conversion.engine import children
+from ckptd.conversion.engine import children, supervisor
 from ckptd.conversion.engine.inspect import inspect_files, probe_restrictions
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions, ConvertProgress
@@ -256,6 +257,65 @@ def test_pausing_halts_and_goes_on(made: Made, tmp_path: Path) -> None:
 
     convert(made.folder, tmp_path / "u", STRICT, should_pause=pause)
     assert asked >= 3
+    check(made, tmp_path / "u", GROUPS, bare=False)
+
+
+def watched(
+    script: str, on_line: Any = None, *, pause: Any = None, **seconds: float
+) -> tuple[children.Watched, subprocess.Popen[bytes]]:
+    """Serve a shell that runs `script`, steered as a conversion is."""
+    pipe = subprocess.PIPE
+    child = subprocess.Popen(["sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    limits: dict[str, Any] = {"timeout_seconds": None} | seconds
+    found = children.watch(
+        child, b"", on_line=on_line, should_stop=lambda: False, should_pause=pause, **limits
+    )
+    return found, child
+
+
+def test_a_paused_child_has_as_much_time_as_any() -> None:
+    """A planner may be paused for hours: it was killed as one that hangs, and its save refused for good."""
+    until = time.monotonic() + 2.5
+    limits = {"timeout_seconds": 1.5, "silence_seconds": 1.5}
+    found, _ = watched("echo >&2; sleep 0.3", pause=lambda: time.monotonic() < until, **limits)
+    assert time.monotonic() > until
+    assert (found.timed_out, found.status) == (False, 0)
+
+
+def test_who_stood_still_together_with_its_child_does_not_call_it_silent() -> None:
+    """A frozen container: whoever wakes up first looks before the other could speak."""
+    pids: list[int] = []
+
+    def freeze(line: dict[str, Any]) -> None:
+        if not pids:
+            pids.append(line["pid"])
+            os.kill(line["pid"], signal.SIGSTOP)
+            time.sleep(2.0)
+            threading.Timer(0.2, os.kill, (line["pid"], signal.SIGCONT)).start()
+
+    script = """echo '{"pid": '$$'}'; sleep 0.1; echo '{"over": true}'"""
+    found, child = watched(script, freeze, timeout_seconds=1.5, silence_seconds=1.5)
+    assert pids == [child.pid]
+    assert (found.timed_out, found.status) == (False, 0)
+
+
+def test_who_says_nothing_is_still_ended() -> None:
+    began = time.monotonic()
+    for limit in ("timeout_seconds", "silence_seconds"):
+        found, _ = watched("exec sleep 60", **{limit: 0.3})
+        assert (found.timed_out, found.status) == (True, -signal.SIGKILL)
+    assert time.monotonic() - began < 30
+
+
+def test_planning_that_takes_too_long_is_no_refusal(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk hung: tried again, three times at most (`MAX_CONVERSION_TRIES`)."""
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "PLAN_SECONDS", 0.0)
+        with pytest.raises(BehindError, match="planning the conversion took too long"):
+            convert(made.folder, tmp_path / "u", STRICT)
+    convert(made.folder, tmp_path / "u", STRICT)
     check(made, tmp_path / "u", GROUPS, bare=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from ckptd.base import files
+from ckptd.conversion.engine.children import Watched
+from ckptd.conversion.engine.supervisor import failure
 from ckptd.core.model.facts import Archive, FileFacts
 from ckptd.core.model.listing import SaveDirListing
 from ckptd.core.model.other_layouts import NOTHING_DECLARED
@@ -96,11 +99,21 @@ def _failing(state: JobState, save_id: int, error: CkptdError) -> None:
     local_actions._not_converted(save_id, error)
 
 
-def test_a_conversion_whose_source_changes_whenever_it_is_read_is_told_and_ends(tmp_path: Path) -> None:
-    """It was begun again at every turn, for ever, and nobody was told."""
+@pytest.mark.parametrize(
+    "error",
+    [
+        SourceChanged("rank_0.pt was written meanwhile"),
+        failure(Watched(timed_out=True, status=-signal.SIGKILL), "planning the conversion"),
+    ],
+    ids=["source-changed", "planning-takes-too-long"],
+)
+def test_a_conversion_that_fails_whenever_it_is_tried_is_told_and_ends(
+    tmp_path: Path, error: CkptdError
+) -> None:
+    """It was begun again at every turn, for ever, and nobody was told; one that hung once was refused."""
     state, (save_id,) = _state_of(tmp_path / "journal.db", 1)
     for times in range(1, 4):
-        _failing(state, save_id, SourceChanged("rank_0.pt was written meanwhile"))
+        _failing(state, save_id, error)
         derived = state.saves.rows[save_id].derived
         assert (derived.state, derived.tries) == (DerivedState.FAILED, times)
         assert derived.retry_at_seconds > 0

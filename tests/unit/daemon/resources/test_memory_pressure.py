@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ckptd.config.loader import job_from_arguments
 from ckptd.config.schema import DaemonConfig
+from ckptd.core.model.records import UNIVERSAL, ZERO, UploadRecord, UploadState
+from ckptd.daemon.health.status import job_status
 from ckptd.daemon.job import BUSY_FRACTION, Job
 from ckptd.daemon.resources.limits import HostLimits
 from ckptd.daemon.resources.memory_pressure import FILE, REST_SECONDS, WORK_SECONDS, MemoryPressure
@@ -68,7 +70,9 @@ def test_this_kernels_own_file_is_understood() -> None:
     assert MemoryPressure()._stalled_percent() == pytest.approx(percent, abs=5)
 
 
-def test_a_job_rests_and_goes_on(file: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def job(file: Path, tmp_path: Path) -> Iterator[Job]:
+    """A job whose save is there, and a node whose pressure `file` tells."""
     limits = HostLimits(DaemonConfig(), list, lambda: 0, remotes=list)
     limits.memory_pressure = MemoryPressure(file)
     posts: list[Callable[[], None]] = []
@@ -79,16 +83,59 @@ def test_a_job_rests_and_goes_on(file: Path, tmp_path: Path) -> None:
     job.open()
     try:
         job.turn(time.monotonic())
-        (session,) = job.sessions.values()
-        told: list[float] = []
-        session.pace = told.append  # type: ignore[method-assign,assignment]
         assert job.state is not None
         job.state.folders.in_flight = frozenset()  # the save just found counts as one being written
-        for second, percent in ((0, 50.0), (4, 0.0)):
-            stall(file, percent)
-            limits.memory_pressure.look(float(second))
-            job.pace()
-            told.append(job.local_actions.signals.pause.is_set())
-        assert told == [BUSY_FRACTION, True, 1.0, False]
+        yield job
     finally:
         job.close()
+
+
+def told_of(job: Job) -> list[float]:
+    """What its only session is told of its pace from now on."""
+    (session,) = job.sessions.values()
+    told: list[float] = []
+    session.pace = told.append  # type: ignore[method-assign,assignment]
+    return told
+
+
+def test_a_job_rests_and_goes_on(job: Job, file: Path) -> None:
+    told = told_of(job)
+    for second, percent in ((0, 50.0), (4, 0.0)):
+        stall(file, percent)
+        job._limits.memory_pressure.look(float(second))
+        job.pace()
+        told.append(job.local_actions.signals.pause.is_set())
+    assert told == [BUSY_FRACTION, True, 1.0, False]
+
+
+def test_status_says_that_it_waits_for_memory(job: Job, file: Path) -> None:
+    """Uploads at a tenth and a conversion that stands still had no reason (P17)."""
+    job.turn(time.monotonic())  # the first one only begins
+    published = []
+    for second, percent in ((0, 0.0), (4, 50.0)):
+        stall(file, percent)
+        job._limits.memory_pressure.look(float(second))
+        published.append(job_status(job).waits_for_memory)
+    job.control.begin_drain(60.0)
+    assert [*published, job_status(job).waits_for_memory] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("form", "is_committed", "fraction"),
+    [(ZERO, False, 1.0), (ZERO, True, BUSY_FRACTION), (UNIVERSAL, False, BUSY_FRACTION)],
+)
+def test_what_is_committed_nowhere_is_not_slowed(
+    job: Job, file: Path, form: str, is_committed: bool, fraction: float
+) -> None:
+    stall(file, 50.0)
+    job._limits.memory_pressure.look(0.0)
+    assert job.state is not None
+    told, uploads = told_of(job), job.state.uploads
+    (name,) = job.sessions
+    if is_committed:
+        uploads.records[7] = {
+            ("other", ZERO): UploadRecord(remote="other", form=ZERO, state=UploadState.COMMITTED)
+        }
+    uploads.begin((7, name, form), 100)
+    job.pace()
+    assert told == [fraction]
