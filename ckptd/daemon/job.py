@@ -384,7 +384,7 @@ class Job:
 
     @property
     def waits_for_memory(self) -> bool:
-        """Conversions rest and transfers slow down: tasks of this node wait for memory. Never in a drain."""
+        """Tell whether conversions rest and transfers slow down: tasks of this node wait for memory."""
         return self._limits.memory_pressure.is_high and not self.control.is_draining
 
     def pace(self) -> None:

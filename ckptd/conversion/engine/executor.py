@@ -125,7 +125,7 @@ class Worker:
     local: SourceFiles | None = field(init=False)
     clone: bool = field(init=False)
     most_files: int = field(init=False)
-    """That are open at once, waiting for their flush."""
+    """Outputs that may be open at once, waiting for their flush."""
     batch: list[tuple[int, str, OutputFile]] = field(default_factory=list)
     batched_bytes: int = 0
     dirty_bytes: int = 0
