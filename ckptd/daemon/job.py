@@ -477,6 +477,7 @@ class Job:
             self.watcher.follow([*folders_to_watch(state), *self._save_detector.newcomers(now_seconds)])
         self.executor.sweep(save_dir_fd)
         self._plan_and_act(state, save_dir_fd)
+        self.pace()  # of what has just begun
         self._finish_begun(state, save_dir_fd)
         report_problems(self, state)
         self.idle.set_idle(is_idle=is_at_rest(self) and not state.is_first_scan and not self.needs_turn)
@@ -507,7 +508,6 @@ class Job:
         begin_answer(self)
         if self.control.may_act:
             self.executor.execute(plan, save_dir_fd, self.view.disk.reserve_bytes)
-            self.pace()  # of what has just begun
 
     def _still_stands(self, save_dir_fd: int, now_seconds: float) -> bool:
         """False: save_dir is another directory now, or gone (no file event tells); start over with that."""
