@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,24 @@ CHILD_BYTES = 96 << 20
 
 
 def child_of(here: Node) -> int | None:
-    """Process id of the remote's child, of which there is one, also while it makes a form."""
+    """Process id of the remote's child, of which there is one, also while it makes a form.
+
+    One that the daemon has killed for it takes a moment to die, behind everybody else.
+    """
+    deadline = time.monotonic() + 5
+    while len(found := _children_of_remotes(here)) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(found) <= 1, "two processes of one remote each hold all that one of them needs"
+    return found[0] if found else None
+
+
+def _children_of_remotes(here: Node) -> list[int]:
     found = []
     for pid in children_of(here.processes[-1].pid):
         with contextlib.suppress(OSError):
             if b"ckptd.storage.child.child" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
-    assert len(found) <= 1, "two processes of one remote each hold all that one of them needs"
-    return found[0] if found else None
+    return found
 
 
 def has(here: Node, form: str, step: int = 1) -> bool:

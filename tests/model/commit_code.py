@@ -301,7 +301,7 @@ def asking(io: Io) -> Iterator[None]:
 def stepwise(*, is_pointing: bool) -> Iterator[None]:
     """The real code, with files and time of this world; `is_pointing`: pointers in many steps too."""
 
-    def point(_store: object, _cache: object = None) -> None:
+    def point(_store: object, _cache: object = None, leaving: object = None) -> None:
         _IO[-1].ask("point", "latest")
 
     patches: list[Any] = [
