@@ -98,7 +98,7 @@ def plan_request(
 
 MAX_THREADS = 4
 PLAN_SECONDS = 3600.0
-"""Of up to a thousand files its processor time is limited to less: what lasts so long waits for a disk."""
+"""Longest a planner may last. Of up to a thousand files its CPU limit is less: it waits for a disk then."""
 SILENCE_SECONDS = 120.0
 """An executor tells its progress four times a second, whatever its threads wait for."""
 
