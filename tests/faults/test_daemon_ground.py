@@ -51,11 +51,25 @@ def losetup(*words: object) -> None:
 
 
 def umount(place: Path) -> None:
-    """Once nobody uses it any more."""
+    """Once nobody uses it any more, in no mount namespace: mounted before, it would be the same as it was."""
+    disk = loop_of(place)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while subprocess.run(["umount", str(place)], capture_output=True, check=False).returncode:
         assert time.monotonic() < deadline, place
         time.sleep(0.05)
+    while not is_free(disk):
+        assert time.monotonic() < deadline, disk
+        time.sleep(0.05)
+
+
+def loop_of(place: Path) -> Path:
+    """The device that is mounted there."""
+    return Path(f"/dev/loop{os.minor(place.stat().st_dev)}")
+
+
+def is_free(loop: Path) -> bool:
+    """Say whether no file stands behind the device."""
+    return not Path(f"/sys/block/{loop.name}/loop/backing_file").exists()
 
 
 @contextlib.contextmanager
@@ -168,10 +182,6 @@ def test_a_state_directory_that_turns_read_only(tmp_path: Path) -> None:
         here.stop()
 
 
-def _is_free(loop: Path) -> bool:
-    return not Path(f"/sys/block/{loop.name}/loop/backing_file").exists()
-
-
 @as_root
 @pytest.mark.parametrize("number", ["free", "other"])
 def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path, number: str) -> None:
@@ -184,7 +194,7 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path, number: st
     with disk_at(nvme, tmp_path / "image"), node(tmp_path, local=ONE, remote=ZERO) as here:
         here.environment = {"STATE_DIRECTORY": str(tmp_path / "state")}
         here.state = tmp_path / "state" / "run"
-        before = os.stat(nvme).st_dev
+        before, taken = os.stat(nvme).st_dev, loop_of(nvme)
         here.start()
         here.save(1)
         here.wait_committed("global_step1~g1")
@@ -195,9 +205,8 @@ def test_another_file_system_in_the_place_of_save_dir(tmp_path: Path, number: st
         here.wait("the problem", lambda: "device-changed" in here.problems())
         here.wait_committed("global_step3~g1")
         assert here.local_tags() == {"global_step2", "global_step3"}
-        taken = Path(f"/dev/loop{os.minor(before)}")
         if number == "other":
-            here.wait("the disk is free", lambda: _is_free(taken))
+            here.wait("the disk is free", lambda: is_free(taken))
             losetup(taken, other)
         try:
             mount("-o", "loop", tmp_path / "image", nvme)
@@ -217,13 +226,12 @@ def test_a_boot_gives_the_disk_another_number(tmp_path: Path) -> None:
     nvme, image, other = tmp_path / "nvme", tmp_path / "image", tmp_path / "other"
     other.write_bytes(bytes(1 << 20))
     with disk_at(nvme, image), node(tmp_path, local=ONE, remote=ZERO) as here:
-        before = os.stat(nvme).st_dev
+        before, taken = os.stat(nvme).st_dev, loop_of(nvme)
         here.start()
         here.save(1)
         here.wait_committed("global_step1~g1")
         here.stop()
         umount(nvme)
-        taken = Path(f"/dev/loop{os.minor(before)}")
         losetup(taken, other)
         try:
             mount("-o", "loop", image, nvme)
