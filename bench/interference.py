@@ -4,11 +4,10 @@
 
 One DeepSpeed training on CPU (two ranks, ZeRO 2) runs through all segments: short steps, and a save every few
 of them. In every A/B pair one segment runs beside a daemon that has more checkpoints of this training to
-upload (to a null S3 server) than a segment is long and converts the newest; in every A/A pair none does.
-Segments are short and follow each other at once, in the order ABBA. Trainer on the first half of the cores,
-daemon and server on the other. The daemon lives in a memory cgroup as large as its budget. `--others`: what
-waits is of other runs, each with a job of its own; printed, never written. `--more`: goes on with what was
-measured.
+upload (to a null S3 server) than a segment is long and converts the newest; in every A/A pair, one of four,
+none does. Segments are short, in the order ABBA. Trainer on the first half of the cores, daemon and server on
+the other. The daemon lives in a memory cgroup as large as its budget. `--others`: what waits is of other
+runs, each with a job of its own; printed, never written. `--more`: goes on with what was measured.
 """
 
 from __future__ import annotations
@@ -43,6 +42,11 @@ LUGGAGE_BYTES = 1280 << 20
 TINY = Recipe(stage=2, world_size=2, hidden=64, layers=2)
 WAITING_LAYERS = 8
 """Of the checkpoints that wait beside the training: 1.5 GB each."""
+REST_SECONDS = 9.0
+"""Before each segment. The host of a virtual machine takes free pages back in seconds (page reporting), and
+gives them again at 0.4 GB/s: 1.4 GB are written in 0.2 s into pages that were freed a moment before, in 3.2 s
+into those freed 8 s before. So a segment without a daemon waits as long as one takes to start, too."""
+DATA = ROOT / "data.bin"
 DATA_BYTES = 256 << 20
 """A file that the trainer would read its samples from: it must stay in the page cache."""
 
@@ -61,9 +65,9 @@ class Plan:
     """What waits is of other runs."""
 
     @property
-    def what_is_measured(self) -> list[int]:
+    def what_is_measured(self) -> list[float]:
         """Figures of runs that agree in this go together."""
-        return [self.steps, self.saves, self.luggage_bytes, self.is_of_others]
+        return [self.steps, self.saves, self.luggage_bytes, self.is_of_others, REST_SECONDS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +81,8 @@ class Found:
 
 def segment_of(told: dict[str, Any]) -> Segment:
     """A segment as the trainer, or an earlier run's record, tells it."""
-    series = {name: tuple(value) for name, value in told.items() if name != "stolen"}
-    return Segment(**series, stolen=told["stolen"])
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    return Segment(**values)
 
 
 def halves() -> tuple[list[int], list[int]]:
@@ -117,7 +121,7 @@ class Trainer:
         before = _ticks()
         told = json.loads(self._answers.readline())
         stolen, passed = (now - then for now, then in zip(_ticks(), before, strict=True))
-        return segment_of(told | {"stolen": stolen / max(1, passed)})
+        return segment_of(told | {"stolen": stolen / max(1, passed), "cached": resident_share([DATA])})
 
     def end(self) -> None:
         """Let it leave."""
@@ -160,43 +164,43 @@ def _ticks() -> tuple[int, int]:
     return sum(row[7] for row in counts), sum(map(sum, counts))
 
 
-def cleared(beside: Beside) -> None:
-    """What earlier segments left is gone and flushed before the next one begins."""
+def cleared(beside: Beside, rest_seconds: float) -> None:
+    """Delete and flush what earlier segments left, rest, and read the trainer's data."""
     beside.cleared()
     os.sync()
+    time.sleep(rest_seconds)
+    make_warm([DATA])
 
 
-def run(recipe: Recipe, plan: Plan, before: Found) -> tuple[Beside, float]:
-    """Measure into `before`; the daemon's account, and how much of the trainer's data is still cached.
+def run(recipe: Recipe, plan: Plan, before: Found) -> Beside:
+    """Measure into `before`; the daemon and its account.
 
-    As many A/A as A/B pairs; a daemon that fails ends the measuring, and what was measured before it stands.
+    Three A/B pairs for each A/A pair. A daemon that fails ends it, and what was measured before stands.
     """
     shutil.rmtree(ROOT, ignore_errors=True)
     (ROOT / "save").mkdir(parents=True)
     is_tiny = recipe == TINY
-    data = ROOT / "data.bin"
-    data.write_bytes(os.urandom(1 << 20 if is_tiny else DATA_BYTES))
+    DATA.write_bytes(os.urandom(1 << 20 if is_tiny else DATA_BYTES))
     layers = 1 if is_tiny else WAITING_LAYERS
     waiting = saves.shards(f"waits-{layers}", layers, 2)
     ours, theirs = halves()
-    found = before.pairs
+    found, rest_seconds = before.pairs, 0 if is_tiny else REST_SECONDS
     with native.null_server(ROOT, "crc64nvme") as server, trainer(recipe, ours) as training:
         os.sched_setaffinity(server.pid, theirs)
         beside = Beside(ROOT, server, theirs, waiting, plan.is_of_others, before.memory, before.work)
-        cleared(beside)
+        cleared(beside, rest_seconds)
         training.segment(plan)
-        make_warm([data])
         end = time.monotonic() + 60 * plan.minutes
-        for number in range(2 * plan.pairs):
-            if number % 2 == 0 and number and time.monotonic() > end:
+        for number in range(4 * plan.pairs // 3 + 1):
+            if number % 4 == 0 and number and time.monotonic() > end:
                 break
-            kind = "AB" if number % 2 else "AA"
-            is_other_first = number % 4 >= 2  # ABBA: a drift of the machine falls on both
+            kind = "AB" if number % 4 else "AA"
+            is_other_first = len(found[kind]) % 2 == 1  # ABBA: a drift of the machine falls on both
             told = []
             try:
                 for is_other in (is_other_first, not is_other_first):
-                    cleared(beside)
-                    with beside.running() if is_other and kind == "AB" else contextlib.nullcontext():
+                    cleared(beside, rest_seconds)
+                    with beside.running() if is_other and kind == "AB" else beside.absent():
                         told.append(training.segment(plan))
             except RuntimeError as error:
                 print(f"\nended early: {error}", file=sys.stderr)
@@ -206,9 +210,7 @@ def run(recipe: Recipe, plan: Plan, before: Found) -> tuple[Beside, float]:
             _record(plan, found, beside)
             print(f"\r{number + 1} pairs", end="", flush=True)
         print()
-        kept = resident_share([data])
-    del found["AA"][len(found["AB"]) :]
-    return beside, kept
+    return beside
 
 
 def _record(plan: Plan, found: dict[str, list[Pair]], beside: Beside) -> None:
@@ -231,7 +233,7 @@ def recorded(plan: Plan) -> Found:
 def main() -> None:
     """Measure, print, and write the page unless it was tiny."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=200, help="of either kind, at most")
+    parser.add_argument("--pairs", type=int, default=200, help="A/B pairs, at most")
     parser.add_argument("--steps", type=int, default=64, help="of a segment")
     parser.add_argument("--saves", type=int, default=2, help="of a segment, spread over its steps")
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no further pair after them")
@@ -243,10 +245,10 @@ def main() -> None:
     luggage_bytes = 0 if given.tiny else LUGGAGE_BYTES
     plan = Plan(given.pairs, given.steps, given.saves, given.minutes, luggage_bytes, given.others)
     found = recorded(plan) if given.more else Found()
-    beside, kept = run(TINY if given.tiny else SHORT, plan, found)
+    beside = run(TINY if given.tiny else SHORT, plan, found)
     both, none = found.pairs["AB"], found.pairs["AA"]
     text = render(
-        both, none, beside.memory, beside.work, beside.waiting_bytes, kept, BUDGET_BYTES, len(halves()[0])
+        both, none, beside.memory, beside.work, beside.waiting_bytes, BUDGET_BYTES, len(halves()[0])
     )
     print(text)
     if not given.tiny and not given.dry and not given.others:

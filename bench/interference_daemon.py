@@ -56,6 +56,8 @@ class Beside:
     memory: Memory = field(default_factory=Memory)
     work: list[Work] = field(default_factory=list)
     """Of each segment."""
+    start_seconds: float = 4.0
+    """What the last start took, until it was sending."""
 
     @property
     def _places(self) -> list[Path]:
@@ -77,8 +79,15 @@ class Beside:
         make_warm(self.waiting.files)
 
     @contextlib.contextmanager
+    def absent(self) -> Iterator[None]:
+        """No daemon, for a segment that begins as late as one beside it."""
+        time.sleep(self.start_seconds)
+        yield
+
+    @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The daemon at full speed."""
+        begun = time.monotonic()
         self.server.reset()
         config = self._configured()
         with contextlib.ExitStack() as stack:
@@ -93,6 +102,7 @@ class Beside:
                 daemon = subprocess.Popen(inside, stdout=log, stderr=log, env=ENVIRONMENT)
             stack.callback(_end, daemon)
             self._until(daemon, lambda: self.server.counted().data_bytes > UNDER_WAY_BYTES)
+            self.start_seconds = time.monotonic() - begun
             before = self._account(daemon)
             yield
             self.work.append(self._account(daemon).since(before))
@@ -134,9 +144,11 @@ class Beside:
 
     def _converted_bytes(self) -> int:
         """Of universal forms: finished ones as the log has them (an older one goes), and those under way."""
-        finished = re.findall(r"universal form \(\w+, ([\d.]+) MB\)", (self.root / "daemon.log").read_text())
+        finished = re.findall(
+            r"its universal form here: ([\d.]+) ([kMGT])B", (self.root / "daemon.log").read_text()
+        )
         begun = sum(_bytes_below(place / fs.STAGING) for place in (self.root / "save", *self._places))
-        return begun + sum(int(1e6 * float(megabytes)) for megabytes in finished)
+        return begun + sum(int(float(number) * 1000 ** (1 + "kMGT".index(unit))) for number, unit in finished)
 
 
 def _bytes_below(place: Path) -> int:

@@ -33,6 +33,8 @@ class Segment:
     """Times that a thread lost its core."""
     stolen: float = 0.0
     """Share of the time of the trainer's cores that the host gave to others."""
+    cached: float = 1.0
+    """Share of the trainer's data file in the page cache at its end; all of it was there at its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,12 @@ def p99_step(pairs: Sequence[Pair]) -> Statistic:
 def mean_save(pairs: Sequence[Pair]) -> Statistic:
     """Of the ratios of the segments' mean saves: the mean of their middle half."""
     return _middle([float(np.mean(p.other.saves) / np.mean(p.plain.saves)) for p in pairs])
+
+
+def left_cache(pairs: Sequence[Pair]) -> Statistic:
+    """Of the shares of the data file that left the page cache: the mean of the pairs' differences."""
+    lost = np.asarray([100 * (p.plain.cached - p.other.cached) for p in pairs])
+    return lambda draw: float(lost[draw].mean())
 
 
 def median_cpu(pairs: Sequence[Pair]) -> Statistic:

@@ -58,13 +58,14 @@ def account() -> tuple[float, ...]:
     return time.process_time(), queued, disk, taken
 
 
-def segment(engine: Any, recipe: dict[str, Any], order: dict[str, Any]) -> dict[str, list[float]]:
-    """What one order asks for."""
+def segment(
+    engine: Any, recipe: dict[str, Any], order: dict[str, Any], client_state: dict[str, Any]
+) -> dict[str, list[float]]:
+    """What one order asks for; `client_state` keeps its memory for the next one."""
     gc.collect()
     for _ in range(UNCOUNTED_STEPS):
         step(engine, recipe, engine.global_steps)
-    client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
-    if order["luggage_bytes"]:
+    if order["luggage_bytes"] and "luggage" not in client_state:
         client_state["luggage"] = torch.ones(order["luggage_bytes"], dtype=torch.uint8)
     answer: dict[str, list[float]] = {name: [] for name in ("steps", "saves", *ACCOUNT)}
     for _ in range(order["saves"]):
@@ -94,6 +95,7 @@ def main() -> None:
     config = make_ckpt.ds_config(recipe, world, universal=False)
     config |= {"train_micro_batch_size_per_gpu": 1, "train_batch_size": world}
     engine = make_ckpt.build(recipe, config, init_seed=7)
+    client_state: dict[str, Any] = {make_ckpt.UC_KEY: {"universal_checkpoint_version": 0.2}}
     is_first = dist.get_rank() == 0
     # every rank holds both open, which nobody minds; only the first reads and writes
     with Path(sys.argv[2]).open() as orders, Path(sys.argv[3]).open("a", buffering=1) as answers:
@@ -102,7 +104,7 @@ def main() -> None:
             torch.distributed.broadcast_object_list(box, src=0)
             if not box[0]:
                 break
-            answer = segment(engine, recipe, json.loads(box[0]))
+            answer = segment(engine, recipe, json.loads(box[0]), client_state)
             if is_first:
                 answers.write(json.dumps(answer) + "\n")
     leave()

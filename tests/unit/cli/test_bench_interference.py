@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from bench.interference_report import Memory, Work, render
-from bench.interference_stats import Pair, Segment, difference, mean_save, median_step, p99_step, undisturbed
+from bench.interference_stats import (
+    Pair,
+    Segment,
+    difference,
+    left_cache,
+    mean_save,
+    median_step,
+    p99_step,
+    undisturbed,
+)
 
 
 def pairs(
@@ -69,15 +78,25 @@ def test_a_hitch_shows_in_the_tail_alone() -> None:
 def test_a_claim_is_the_upper_end_and_is_held_against_the_control() -> None:
     slow, quiet = pairs(3, 8), pairs(0, 8)
     work = [Work(4.0, 6.0, 2_000_000_000, 400_000_000), Work(8.0, 8.0, 2_000_000_000, 0)]
-    told = render(slow, quiet, Memory(), work, 6_000_000_000, 1.0, 256 << 20, 2)
+    told = render(slow, quiet, Memory(), work, 6_000_000_000, 256 << 20, 2)
     assert sum("NOT reached" in row for row in told.splitlines() if "time" in row) == 3
     assert "375 (least 250) MB sent, 50 (least 0) MB converted, 1.25 (least 1.00) s of CPU" in told
     assert "6.0 GB waited beside each segment; at most 2.0 GB were sent in one" in told
-    assert "NOT" not in render(slow, pairs(9, 8), Memory(), work, 6_000_000_000, 1.0, 256 << 20, 2)
+    assert "NOT" not in render(slow, pairs(9, 8), Memory(), work, 6_000_000_000, 256 << 20, 2)
     known = Memory().joined(100 << 20, 5 << 20, 0).joined(90 << 20, 6 << 20, 1)
     assert "at most 100 MiB, dirty pages 6 MiB, killed for want of memory: 1" in render(
-        slow, quiet, known, work, 6_000_000_000, 1.0, 256 << 20, 2
+        slow, quiet, known, work, 6_000_000_000, 256 << 20, 2
     )
+
+
+def test_pages_that_left_are_a_share_of_the_file() -> None:
+    """The kernel took 2 % of the trainer's file without ckptd, and 12 % beside it."""
+    lost = [
+        replace(p, plain=replace(p.plain, cached=0.98), other=replace(p.other, cached=0.88)) for p in pairs(0)
+    ]
+    assert difference(lost, left_cache).seen == pytest.approx(10)
+    told = render(lost, pairs(0), Memory(), [], 1, 1, 2)
+    assert "leave the page cache | +10.0 % (+10.0 – +10.0) | +0.0 % (+0.0 – +0.0) | at most +10.0 %" in told
 
 
 def test_where_the_time_of_the_slowest_steps_lies() -> None:
@@ -91,10 +110,10 @@ def test_where_the_time_of_the_slowest_steps_lies() -> None:
         replace(p, plain=accounted(p.plain, is_other=False), other=accounted(p.other, is_other=True))
         for p in pairs(0, 8, every=25)
     ]
-    told = render(hitching, hitching, Memory(), [], 1, 1.0, 1, 2)
+    told = render(hitching, hitching, Memory(), [], 1, 1, 2)
     assert "| ready, without a core, ms | 1.0 | 1.0 | 3.0 | 50.0 |" in told
     assert "| times that a core was taken away | 3.0 | 3.0 | 3.0 | 3.0 |" in told
-    assert "without a core" not in render(pairs(0, 8), pairs(0, 8), Memory(), [], 1, 1.0, 1, 2)
+    assert "without a core" not in render(pairs(0, 8), pairs(0, 8), Memory(), [], 1, 1, 2)
 
 
 def test_what_the_host_took_is_left_out_of_both_kinds_alike() -> None:
