@@ -25,7 +25,7 @@ AIMS: tuple[tuple[str, Quantity, float], ...] = (
     ("step time, median", median_step, 1.0),
     ("step time, p99", p99_step, 2.0),
     ("save time, mean", mean_save, 2.0),
-    ("pages of the trainer's data file that leave the page cache", left_cache, 5.0),
+    ("data pages lost from cache", left_cache, 5.0),  # of a file that the trainer had read
 )
 
 

@@ -96,7 +96,10 @@ def test_pages_that_left_are_a_share_of_the_file() -> None:
     ]
     assert difference(lost, left_cache).seen == pytest.approx(10)
     told = render(lost, pairs(0), Memory(), [], 1, 1, 2)
-    assert "leave the page cache | +10.0 % (+10.0 – +10.0) | +0.0 % (+0.0 – +0.0) | at most +10.0 %" in told
+    assert (
+        "data pages lost from cache | +10.0 % (+10.0 – +10.0) | +0.0 % (+0.0 – +0.0) | at most +10.0 %"
+        in told
+    )
 
 
 def test_where_the_time_of_the_slowest_steps_lies() -> None:
