@@ -173,7 +173,7 @@ def cleared(beside: Beside, rest_seconds: float) -> None:
 
 
 def run(recipe: Recipe, plan: Plan, before: Found) -> Beside:
-    """Measure into `before`; the daemon and its account.
+    """Measure into `before`; return the daemon with its account.
 
     Three A/B pairs for each A/A pair. A daemon that fails ends it, and what was measured before stands.
     """

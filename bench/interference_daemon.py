@@ -80,7 +80,7 @@ class Beside:
 
     @contextlib.contextmanager
     def absent(self) -> Iterator[None]:
-        """No daemon, for a segment that begins as late as one beside it."""
+        """Wait as long as a daemon takes to start, without one."""
         time.sleep(self.start_seconds)
         yield
 

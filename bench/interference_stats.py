@@ -91,7 +91,7 @@ def mean_save(pairs: Sequence[Pair]) -> Statistic:
 
 
 def left_cache(pairs: Sequence[Pair]) -> Statistic:
-    """Of the shares of the data file that left the page cache: the mean of the pairs' differences."""
+    """Take the mean of the pairs' differences in the share of the data file that left the page cache."""
     lost = np.asarray([100 * (p.plain.cached - p.other.cached) for p in pairs])
     return lambda draw: float(lost[draw].mean())
 

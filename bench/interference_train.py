@@ -61,7 +61,7 @@ def account() -> tuple[float, ...]:
 def segment(
     engine: Any, recipe: dict[str, Any], order: dict[str, Any], client_state: dict[str, Any]
 ) -> dict[str, list[float]]:
-    """What one order asks for; `client_state` keeps its memory for the next one."""
+    """Run what one order asks for; `client_state` keeps its memory for the next one."""
     gc.collect()
     for _ in range(UNCOUNTED_STEPS):
         step(engine, recipe, engine.global_steps)

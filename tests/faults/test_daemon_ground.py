@@ -51,7 +51,7 @@ def losetup(*words: object) -> None:
 
 
 def umount(place: Path) -> None:
-    """Once nobody uses it any more, in no mount namespace: mounted before, it would be the same as it was."""
+    """Unmount it once nobody uses it, in any mount namespace: else a mount would show it as it was before."""
     disk = loop_of(place)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while subprocess.run(["umount", str(place)], capture_output=True, check=False).returncode:
@@ -63,7 +63,7 @@ def umount(place: Path) -> None:
 
 
 def loop_of(place: Path) -> Path:
-    """The device that is mounted there."""
+    """Return the device that is mounted there."""
     return Path(f"/dev/loop{os.minor(place.stat().st_dev)}")
 
 
