@@ -160,11 +160,12 @@ def start_flush(fd: int, offset: int = 0, length: int = 0) -> None:
     )
 
 
-def cached_bytes(fd: int) -> int | None:
-    """Return the bytes of a file in the page cache (`cachestat`, Linux ≥ 6.5); None where the kernel cannot
-    say.
+def cached_bytes(fd: int, offset: int = 0, length: int = 0) -> int | None:
+    """Return how many bytes of a range (`length` 0: to the end) are in the page cache, by whole pages.
+
+    None where the kernel cannot say (`cachestat`, Linux ≥ 6.5).
     """
-    whole = (ctypes.c_uint64 * 2)(0, 0)
+    whole = (ctypes.c_uint64 * 2)(offset, length)
     counts = (ctypes.c_uint64 * 5)()
     if _libc.syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), whole, counts, ctypes.c_uint(0)) != 0:
         return None

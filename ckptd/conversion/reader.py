@@ -92,9 +92,10 @@ class SourceFiles(Ranges, Sequence[int]):
         self._identities = identities
         self._lock = threading.Lock()
         self._open: dict[int, SourceFd] = {}
+        self._direct: dict[int, SourceFd] = {}
         self._cold: set[int] = set()
         self._sparse: set[int] = set()
-        self._limit = max(16, descriptors() - RESERVED_DESCRIPTORS)
+        self._limit = max(16, (descriptors() - RESERVED_DESCRIPTORS) // 2)
         for path, identity in zip(paths, identities, strict=True):
             status = files.stat_beneath(folder_fd, path)
             if status is None or identity_of(status) != identity:
@@ -147,6 +148,23 @@ class SourceFiles(Ranges, Sequence[int]):
         """Tell whether most of the file was not in the page cache: what we read of it is dropped again."""
         return fd in self._cold
 
+    def direct(self, part: Range) -> int | None:
+        """Return a descriptor with O_DIRECT of a range that comes from disk; hold it while it is used.
+
+        None where most of it is in the page cache, or the file system has no such descriptors.
+        """
+        fd = self[part.source]
+        if not self.was_cold(fd):
+            return None
+        if 2 * (extents.cached_bytes(fd, part.offset, part.nbytes) or 0) > part.nbytes:
+            return None
+        with self._lock:
+            if part.source not in self._direct:
+                with contextlib.suppress(OSError):
+                    flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+                    self._direct[part.source] = SourceFd(os.open(f"/proc/self/fd/{fd}", flags))
+            return self._direct.get(part.source)
+
     def extent_at(self, fd: int, offset: int, length: int) -> tuple[bool, int]:
         """Whether a hole begins at `offset`, and how far hole or data reach (all of a file without holes)."""
         return extents.extent_at(fd, offset, length) if fd in self._sparse else (False, length)
@@ -178,6 +196,7 @@ class SourceFiles(Ranges, Sequence[int]):
     def _forget(self, index: int) -> None:
         """Let go of the descriptor opened first; whoever uses it just now keeps it open."""
         fd = int(self._open.pop(index))
+        self._direct.pop(index, None)
         self._cold.discard(fd)
         self._sparse.discard(fd)
 

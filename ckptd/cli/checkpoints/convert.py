@@ -161,11 +161,15 @@ def run(
     source: str, destination: str, options: ConvertOptions, *, as_json: bool, address: Address | None = None
 ) -> ConvertReport:
     """Convert and show progress; SIGTERM and Ctrl-C stop cleanly and leave it resumable."""
+    import importlib
     import threading
 
     from ckptd.api import converted
     from ckptd.base.process import calling_on_stop_signals
 
+    if not as_json:  # what the report is printed with is loaded meanwhile, or afterwards
+        with contextlib.suppress(RuntimeError):  # no thread is to be had
+            threading.Thread(target=importlib.import_module, args=("rich.table",)).start()
     stop = threading.Event()
     with calling_on_stop_signals(stop.set), showing(as_json=as_json) as tell:
         return converted(

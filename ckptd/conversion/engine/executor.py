@@ -18,8 +18,9 @@ from ckptd.conversion.engine.writer import (
     BUFFER_BYTES,
     MIN_FILE_BYTES,
     STRIPE_BYTES,
+    BufferedWriter,
     Counters,
-    DirectWriter,
+    DirectReader,
     Dirty,
     OutputFolders,
     Stripe,
@@ -130,7 +131,8 @@ class Worker:
     batched_bytes: int = 0
     dirty_bytes: int = 0
     serial: int = 0
-    _direct: DirectWriter | None = None
+    _writer: BufferedWriter | None = None
+    _reader: DirectReader | None = None
 
     def __post_init__(self) -> None:
         self.local, self.clone = self.sources.local, self.settings.clone
@@ -153,12 +155,16 @@ class Worker:
             found = stripes(output.parts, divide_ranges=not self.clone)
             threads = self.settings.stripe_threads
             FailFastPool().run(threads, found, lambda stripe: self._stripe(fd, stripe), name="stripe")
-        elif self.clone or output.nbytes < MIN_FILE_BYTES or not self._past_the_cache(fd, output):
-            self._parts(fd, 0, output.parts)
-            self.dirty_bytes += output.nbytes
-            extents.start_flush(fd)
-        else:  # some file systems take O_DIRECT and use the cache all the same (ext4 with data=journal)
-            self.dirty_bytes += extents.cached_bytes(fd) or 0
+        else:
+            is_written = not self.clone and self._through_buffer(fd, output)
+            if not is_written:
+                self._parts(fd, 0, output.parts)
+            if is_written and output.nbytes >= MIN_FILE_BYTES:
+                # some file systems take O_DIRECT and use the cache all the same (ext4 with data=journal)
+                self.dirty_bytes += extents.cached_bytes(fd) or 0
+            else:
+                self.dirty_bytes += output.nbytes
+                extents.start_flush(fd)
         own(fd, self.settings.gid, self.settings.file_mode)
         self.batched_bytes += output.nbytes
         if (
@@ -176,14 +182,14 @@ class Worker:
             return False
         return done.st_size == output.nbytes
 
-    def _past_the_cache(self, fd: int, output: OutputFile) -> bool:
-        """Write a large output with O_DIRECT; False where that is not to be had."""
+    def _through_buffer(self, fd: int, output: OutputFile) -> bool:
+        """Write an output out of a buffer, a large one with O_DIRECT; False where that is not to be had."""
         local = self.local
         if local is None:
             return False
-        if self._direct is None:
-            self._direct = DirectWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
-        writer = self._direct
+        if self._writer is None:
+            self._writer = BufferedWriter(self._buffer_bytes())
+        writer = self._writer
         self._check_room(output.nbytes)
         if not writer.begin(fd, output.nbytes):
             return False
@@ -203,12 +209,19 @@ class Worker:
         writer.finish()
         return True
 
-    def _append(self, writer: DirectWriter, local: SourceFiles, part: Range) -> None:
-        source, done, kept = local[part.source], 0, 0
+    def _buffer_bytes(self) -> int:
+        return min(BUFFER_BYTES, self.settings.window_bytes // 2)
+
+    def _append(self, writer: BufferedWriter, local: SourceFiles, part: Range) -> None:
+        source, direct, done, kept = local[part.source], local.direct(part), 0, 0
+        reader = None
+        if direct is not None:
+            reader = self._reader = self._reader or DirectReader(self._buffer_bytes())
+            reader.begin(direct, part.offset, part.nbytes)
         while done < part.nbytes:
             self._check_stop()
             step = min(writer.room(), part.nbytes - done)
-            writer.take(source, part.offset + done, step)
+            writer.take(source if reader is None else reader, part.offset + done, step)
             self._copied(step)
             done += step
             kept += step

@@ -72,7 +72,8 @@ class Request:
 
 def main() -> int:
     """Serve one request; exit status 0 = every file is in place and durable."""
-    return serve(Request(**json.loads(sys.stdin.buffer.read())), Execution)
+    request = sys.stdin.buffer.read()
+    return serve(Request(**json.loads(request)), Execution) if request else 1  # nothing was planned
 
 
 def serve(request: Request, execution: Callable[[Request, int, int, threading.Event], Execution]) -> int:
@@ -216,13 +217,18 @@ class Execution:
         links: list[OutputLink] = []
         lock, lanes = threading.Lock(), FailFastPool()
 
-        def take() -> OutputFile | OutputCheck | None:
+        def take() -> list[OutputFile | OutputCheck]:
+            """Take a file and the checks before it, whose bytes it finds in the page cache."""
+            found: list[OutputFile | OutputCheck] = []
             with lock:
                 for output in plan:
-                    if not isinstance(output, OutputLink):
-                        return output
-                    links.append(output)
-            return None
+                    if isinstance(output, OutputLink):
+                        links.append(output)
+                        continue
+                    found.append(output)
+                    if isinstance(output, OutputFile):
+                        break
+            return found
 
         def serve(number: int) -> None:
             worker = self.worker(number)
@@ -230,14 +236,15 @@ class Execution:
                 while True:
                     lanes.check()
                     self.check_stop()
-                    output = take()
-                    if output is None:
+                    outputs = take()
+                    if not outputs:
                         worker.settle()
                         return
-                    if isinstance(output, OutputCheck):
-                        worker.compare(output)
-                    else:
-                        worker.make(output)
+                    for output in outputs:
+                        if isinstance(output, OutputCheck):
+                            worker.compare(output)
+                        else:
+                            worker.make(output)
             finally:
                 worker.abandon()
 

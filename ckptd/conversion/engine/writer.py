@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -198,34 +199,105 @@ class Dirty:
 # are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
 # O_DIRECT. Also for sources that come from disk: while reads take longer than 2 ms (`wbt_lat_usec`), the
 # kernel holds back the writing of cached pages, down to one request at a time, but not direct writes.
+# Those sources are read with O_DIRECT, too: 4 MiB are one request then, of which the page cache makes many.
 
 BUFFER_BYTES = 4 << 20
 MIN_FILE_BYTES = 1 << 20
 _BLOCK_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 
 
-class DirectWriter:
-    """Fills files front to back; one buffer, used for file after file."""
+def direct_buffer(size_bytes: int) -> memoryview:
+    """Allocate memory for direct reads and writes: in huge pages, where the kernel has any.
+
+    4 MiB out of huge pages are one request to the disk; out of pages of 4 KiB they are eight or so.
+    """
+    size_bytes = max(_BLOCK_BYTES, size_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory has rules of its own for huge pages
+    held = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=private)
+    with contextlib.suppress(OSError):
+        held.madvise(mmap.MADV_HUGEPAGE)
+    begin = -_address_of(held) % _HUGE_PAGE_BYTES
+    return memoryview(held)[begin : begin + size_bytes]
+
+
+def _address_of(memory: mmap.mmap | memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class DirectReader:
+    """Reads ranges of files past the page cache, each from its begin to its end."""
 
     def __init__(self, buffer_bytes: int) -> None:
-        size = max(_BLOCK_BYTES, buffer_bytes // _BLOCK_BYTES * _BLOCK_BYTES)
-        self._view = memoryview(mmap.mmap(-1, size))
-        self._size = size
+        self._view = direct_buffer(buffer_bytes)
+        self._fd = -1
+        self._next = self._end = 0
+        self._held_at = self._held = 0
+
+    def begin(self, fd: int, offset: int, nbytes: int) -> None:
+        """Start a range of `fd`, which was opened with O_DIRECT."""
+        self._fd, self._next, self._end = fd, offset, offset + nbytes
+        self._held = 0
+
+    def read_into(self, into: memoryview) -> int:
+        """Fill `into` from its begin with what follows, and return how many bytes that were; 0: at the end.
+
+        Raises:
+            OSError: as the kernel says.
+        """
+        skipped = self._next - self._held_at
+        if not 0 <= skipped < self._held:
+            self._fetch()
+            skipped = self._next - self._held_at
+        found = self._view[skipped : min(self._held, skipped + len(into))]
+        if found:
+            ctypes.memmove(_address_of(into), _address_of(found), len(found))  # lets other threads run
+            self._next += len(found)
+        return len(found)
+
+    def _fetch(self) -> None:
+        """Fill the buffer with whole blocks, from that of the next byte."""
+        self._held_at = self._next // _BLOCK_BYTES * _BLOCK_BYTES
+        length = min(len(self._view), -(-(self._end - self._held_at) // _BLOCK_BYTES) * _BLOCK_BYTES)
+        view = self._view[:length]
+        try:
+            self._held = os.preadv(self._fd, [view], self._held_at)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            _through_cache(self._fd)  # as another thread may have done
+            self._held = os.preadv(self._fd, [view], self._held_at)
+
+
+def _through_cache(fd: int) -> bool:
+    """Take O_DIRECT from a descriptor; False where it had none."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return bool(flags & os.O_DIRECT)
+
+
+class BufferedWriter:
+    """Fills files front to back; one buffer, used for file after file. Large ones pass the page cache by."""
+
+    def __init__(self, buffer_bytes: int) -> None:
+        self._view = direct_buffer(buffer_bytes)
+        self._size = len(self._view)
         self._fd = -1
         self._at = self._filled = 0
 
     def begin(self, fd: int, nbytes: int) -> bool:
-        """Start a new file of `nbytes`; False where it must be written through the page cache.
+        """Start a new file of `nbytes`; False for a large one that must be written through the page cache.
 
         Raises:
             OSError: no space.
         """
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        try:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        except OSError:
-            return False
-        extents.allocate(fd, nbytes)
+        if nbytes >= MIN_FILE_BYTES:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            try:
+                fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            except OSError:
+                return False
+            extents.allocate(fd, nbytes)
         self._fd, self._at, self._filled = fd, 0, 0
         return True
 
@@ -233,15 +305,19 @@ class DirectWriter:
         """Bytes until the buffer is written."""
         return self._size - self._filled
 
-    def take(self, source: int, offset: int, nbytes: int) -> None:
-        """Append at most `room()` bytes of a source.
+    def take(self, source: int | DirectReader, offset: int, nbytes: int) -> None:
+        """Append at most `room()` bytes of a source; a reader gives those that follow, whatever `offset` is.
 
         Raises:
             SourceChanged: it ends early.
         """
         end = self._filled + nbytes
         while self._filled < end:
-            count = os.preadv(source, [self._view[self._filled : end]], offset)
+            into = self._view[self._filled : end]
+            if isinstance(source, DirectReader):
+                count = source.read_into(into)
+            else:
+                count = os.preadv(source, [into], offset)
             if count == 0:
                 raise SourceChanged(f"a source ended {end - self._filled} bytes early")
             self._filled += count
@@ -263,9 +339,12 @@ class DirectWriter:
     def finish(self) -> None:
         """Write what is left: whole blocks past the page cache, the ragged end through it."""
         end, whole = self._filled, self._filled // _BLOCK_BYTES * _BLOCK_BYTES
+        if not fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT:
+            self._write(end)
+            return
         tail = bytes(self._view[whole:end])
         self._write(whole)
-        self._through_cache()
+        _through_cache(self._fd)
         if tail:
             extents.write_at(self._fd, tail, self._at)
 
@@ -275,16 +354,10 @@ class DirectWriter:
             try:
                 done += os.pwrite(self._fd, self._view[done:nbytes], self._at + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._through_cache():
+                if error.errno != errno.EINVAL or not _through_cache(self._fd):
                     raise
         self._at += nbytes
         self._filled = 0
-
-    def _through_cache(self) -> bool:
-        """Write normally from now on; False when that was so already."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        return bool(flags & os.O_DIRECT)
 
 
 # --- Large outputs by several threads: parts in stripes, each flushed by its thread ----------------------

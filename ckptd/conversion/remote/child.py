@@ -149,7 +149,10 @@ def _owner(name: str) -> str:
 
 def main() -> int:
     """Serve one request."""
-    raw = json.loads(sys.stdin.buffer.read())
+    text = sys.stdin.buffer.read()
+    if not text:
+        return 1  # nothing was planned
+    raw = json.loads(text)
     ends = Endpoints(**raw.pop("ends"))
     return serve(
         Request(**raw),

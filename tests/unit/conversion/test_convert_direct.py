@@ -1,8 +1,11 @@
-"""Writing past the page cache gives the same bytes, whatever the pieces, and gives way where it cannot."""
+"""Reading and writing past the page cache gives the same bytes, whatever the pieces, and gives way where it
+cannot.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import random
@@ -16,7 +19,7 @@ from ckptd.base.extents import identity_of
 from ckptd.conversion import outputs
 from ckptd.conversion.engine.executor_child import without_cold_copies
 from ckptd.conversion.engine.supervisor import convert
-from ckptd.conversion.engine.writer import DirectWriter
+from ckptd.conversion.engine.writer import MIN_FILE_BYTES, BufferedWriter, DirectReader
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.parts import Literal, Range
 from ckptd.conversion.plan import Header, OutputCheck, OutputFile, OutputLink, PlanReader, PlanWriter
@@ -25,21 +28,26 @@ from ckptd.errors import NoSpaceError, SourceChanged
 from tests.unit.conversion.test_convert_children import tree
 
 
-def _write(tmp_path: Path, seed: int) -> tuple[bytes, bytes]:
+def _write(tmp_path: Path, seed: int, *, is_direct: bool = False) -> tuple[bytes, bytes]:
     """A random sequence of literals and source ranges: what was meant, what is on disk."""
     generator = random.Random(seed)
     source = generator.randbytes(100_000)
     (tmp_path / "source").write_bytes(source)
     meant = b""
-    with (tmp_path / "source").open("rb") as stream, (tmp_path / "out").open("w+b") as out:
-        writer = DirectWriter(20_000)  # 16384: four blocks
+    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+    with (
+        open(os.open(tmp_path / "source", flags), "rb", buffering=0) as stream,
+        (tmp_path / "out").open("w+b") as out,
+    ):
+        writer = BufferedWriter(20_000)  # 16384: four blocks
+        reader = DirectReader(9_000)  # two blocks
         pieces = [
             (generator.random() < 0.3, generator.randrange(99_000), generator.randrange(40_000))
             for _ in range(generator.randrange(1, 12))
         ]
         sizes = [n if literal else min(n, 100_000 - at) for literal, at, n in pieces]
-        direct = writer.begin(out.fileno(), sum(sizes))
-        if not direct:
+        is_large = generator.random() < 0.8
+        if not writer.begin(out.fileno(), MIN_FILE_BYTES if is_large else sum(sizes)):
             pytest.skip("no O_DIRECT here")
         for (literal, at, _), n in zip(pieces, sizes, strict=True):
             if literal:
@@ -47,18 +55,38 @@ def _write(tmp_path: Path, seed: int) -> tuple[bytes, bytes]:
                 meant += b"L" * n
                 continue
             done = 0
+            reader.begin(stream.fileno(), at, n)
             while done < n:
                 step = min(writer.room(), n - done)
-                writer.take(stream.fileno(), at + done, step)
+                writer.take(reader if is_direct else stream.fileno(), at + done, step)
                 done += step
             meant += source[at : at + n]
         writer.finish()
-    return meant, (tmp_path / "out").read_bytes()
+    return meant, (tmp_path / "out").read_bytes()[: len(meant) if is_large else None]
 
 
+@pytest.mark.parametrize("is_direct", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_any_pieces(tmp_path: Path, seed: int) -> None:
-    meant, written = _write(tmp_path, seed)
+def test_any_pieces(tmp_path: Path, seed: int, is_direct: bool) -> None:
+    meant, written = _write(tmp_path, seed, is_direct=is_direct)
+    assert written == meant
+
+
+def test_a_file_system_that_refuses_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another thread has just found that out, and took the flag away."""
+    real, refused = os.preadv, 0
+
+    def refusing(fd: int, views: list[memoryview], at: int) -> int:
+        nonlocal refused
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused += 1
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDONLY)
+            raise OSError(errno.EINVAL, "alignment")
+        return real(fd, views, at)
+
+    monkeypatch.setattr(os, "preadv", refusing)
+    meant, written = _write(tmp_path, 3, is_direct=True)
+    assert refused == 1
     assert written == meant
 
 
@@ -81,10 +109,15 @@ def test_a_file_system_that_refuses_in_the_midst(tmp_path: Path, monkeypatch: py
 def test_a_source_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "s").write_bytes(b"x" * 10)
     with (tmp_path / "s").open("rb") as source, (tmp_path / "o").open("w+b") as out:
-        writer = DirectWriter(8192)
+        writer = BufferedWriter(8192)
         writer.begin(out.fileno(), 100)
         with pytest.raises(SourceChanged, match="90 bytes early"):
             writer.take(source.fileno(), 0, 100)
+        reader = DirectReader(8192)
+        reader.begin(source.fileno(), 5, 100)
+        writer.begin(out.fileno(), 100)
+        with pytest.raises(SourceChanged, match="95 bytes early"):
+            writer.take(reader, 5, 100)
 
 
 def test_large_odd_parameters_are_exact(tmp_path: Path) -> None:
@@ -104,10 +137,12 @@ def test_large_odd_parameters_are_exact(tmp_path: Path) -> None:
         assert tree(tmp_path / f"warm{stage}") == tree(tmp_path / f"cold{stage}")
 
 
-def test_what_is_read_from_disk_is_dropped_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fill", [None, sparse.random_fill(5)], ids=["compared", "random"])
+def test_what_is_read_from_disk_is_dropped_again(tmp_path: Path, fill: sparse.Fill | None) -> None:
+    """Masters that are compared go through the page cache, all else past it."""
     source = tmp_path / "in"
     shapes = {"a": (2048, 1024), "b": (1500, 1000), "c": (9,)}
-    sparse.write(source, sparse.Model("m", shapes, 2, 2), sparse.random_fill(5))
+    sparse.write(source, sparse.Model("m", shapes, 2, 2), fill)
     paths = list(source.iterdir())
     if make_cold(paths) > 0:
         pytest.skip("pages cannot be dropped here")
