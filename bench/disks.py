@@ -26,7 +26,7 @@ from typing import Any
 
 import mfusepy
 
-from bench import recipe
+from bench import loop, recipe
 from bench.convert import CACHES, Series, compare
 from bench.pictures import replace_part
 from bench.report import machine
@@ -171,16 +171,7 @@ def mounted(disk: Disk, work: Path, size_bytes: int) -> Iterator[Path]:
             if server.stdout.readline() != b"ready\n":
                 raise subprocess.CalledProcessError(server.wait(), command)
             image = place / "disk"
-        found = subprocess.run(
-            ["losetup", "--show", "--direct-io=on", "-f", str(image)], check=True, stdout=subprocess.PIPE
-        )
-        device = found.stdout.decode().strip()
-        try:
-            lazy = "lazy_itable_init=0,lazy_journal_init=0"
-            subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-E", lazy, device], check=True)
-            place = mount(disk.name, device)
-        finally:
-            subprocess.run(["losetup", "-d", device], check=True)  # as soon as nobody has it mounted
+        place = stack.enter_context(loop.attached(image, work / disk.name, "ext4"))
         yield place
 
 
@@ -223,7 +214,7 @@ def main() -> None:
     parser.add_argument("--disk", choices=[disk.name for disk in DISKS], help="only this one; no report")
     parser.add_argument("--tiny", action="store_true", help="a small save, no report: tries the benchmark")
     given = parser.parse_args()
-    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None:
+    if not loop.available("ext4"):
         print("bench.disks needs root and mkfs.ext4 (make system-packages): nothing measured")
         return
     if os.readlink("/proc/self/ns/mnt") == os.readlink(f"/proc/{os.getppid()}/ns/mnt"):

@@ -166,6 +166,19 @@ def make_warm(paths: Sequence[Path]) -> float:
     return resident_share(paths)
 
 
+def touch_memory(nbytes: int) -> None:
+    """Write to so much free memory, or nearly all of it, and free it again.
+
+    The host of a virtual machine takes free pages back in seconds, and gives them again at half a gigabyte a
+    second: a tool that fills the page cache would wait for the host.
+    """
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, min(nbytes, free_bytes * 9 // 10), flags=private) as held:
+        for at in range(0, len(held), _PAGE_BYTES):
+            held[at] = 1
+
+
 def resident_share(paths: Sequence[Path]) -> float:
     """Share of the files' pages that the page cache holds (`mincore`)."""
     libc = ctypes.CDLL(None, use_errno=True)

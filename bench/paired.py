@@ -26,7 +26,7 @@ from statistics import median
 
 import psutil
 
-from bench import saves, xfs
+from bench import loop, saves
 from bench.measure import make_cold, measure
 from tests.support.real import REPOSITORY
 
@@ -180,8 +180,8 @@ def main(arguments: list[str]) -> int:
     work, runs = chosen.work, chosen.runs
     print("| measure | other | this | this ÷ other | spread |\n|---|---|---|---|---|")
     in_turns("convert, here", "s", runs, trees, lambda tree: convert_seconds(tree, source, work))
-    if xfs.available():
-        with xfs.mounted(work, XFS_BYTES) as place:
+    if loop.available():
+        with loop.mounted(work, XFS_BYTES) as place:
             copy = Path(shutil.copytree(source, place / source.name))
             in_turns("convert, XFS", "s", runs, trees, lambda tree: convert_seconds(tree, copy, place))
 

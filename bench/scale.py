@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import sparse, xfs
+from bench import loop, sparse
 from bench.measure import Run, measure
 from bench.pictures import replace_part
 from bench.report import machine
@@ -212,13 +212,13 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small cases, no report: tries the benchmark")
     parser.add_argument("--aimed", action="store_true", help="only the cases with an aim, no report")
     given = parser.parse_args()
-    if not xfs.available():
+    if not loop.available():
         print("bench.scale needs root and mkfs.xfs (make system-packages): nothing measured")
         return
     cases = TINY if given.tiny else AIMED if given.aimed else [*AIMED, *SERIES]
     results: list[Result] = []
     for case in cases:  # a new file system each: no case inherits the fragments of another
-        with xfs.mounted(WORK, IMAGE_BYTES) as place, guarded(WORK / "xfs.image"):
+        with loop.mounted(WORK, IMAGE_BYTES) as place, guarded(WORK / "xfs.image"):
             results.append(convert(case, place))
     text = render(results)
     if given.tiny or given.aimed:
