@@ -125,7 +125,7 @@ READ = {
     "which files lie in a folder": " < storage/local/scan.py:_walk:",
     "a shard while it is sealed": "pread @ conversion/engine/inspect_child.py:_facts:",
     "a shard while it is uploaded": "preadv @ storage/stores/sources.py:read_into:",
-    "a shard while it is converted": "copy_file_range @ base/extents.py:copy_range:",
+    "a shard while it is converted": "preadv @ conversion/engine/writer.py:take:",
 }
 
 
