@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -224,17 +223,17 @@ def test_a_disk_that_fills_up_in_mid_conversion(small_disk: Path, tmp_path: Path
 
 
 def _convert_while_filling(source: Path, disk: Path) -> None:
-    """Another writer takes all room as soon as the executor has its request."""
-    real = children.give
+    """Another writer takes all room as soon as the executor is started."""
+    real = children.start
 
-    def give(child: subprocess.Popen[bytes], request: bytes) -> None:
-        if "work" in json.loads(request):
+    def start(module: str, **rest: object) -> subprocess.Popen[bytes]:
+        if module == "executor_child":
             with (disk / "filler").open("wb") as out:
                 out.write(bytes(30 << 20))
-        real(child, request)
+        return real(module, **rest)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(children, "give", give)
+        patched.setattr(children, "start", start)
         convert(source, disk / "u", OPTIONS)
 
 

@@ -217,14 +217,13 @@ def _inspected(
 
 
 def _started(module: str, *, stdout: Any, stderr: Any, pass_fds: Any = ()) -> Any:
-    ended: dict[str, Any] = {"stdin": None, "stdout": None, "stderr": None, "poll": int, "wait": int}
-    return types.SimpleNamespace(module=module, output=stdout, **ended)
+    return types.SimpleNamespace(module=module, stdout=stdout)
 
 
 def _watched(child: Any, request: bytes, **_: Any) -> Watched:
     """Plan or execute here, with the child's own `main`."""
     said = io.StringIO()
-    out = child.output if hasattr(child.output, "write") else io.BytesIO()
+    out = child.stdout if hasattr(child.stdout, "write") else io.BytesIO()
     module = {"planner_child": planner_child, "executor_child": executor_child}[child.module]
     before = os.umask(0)
     try:

@@ -188,7 +188,7 @@ class Worker:
         if local is None:
             return False
         if self._writer is None:
-            self._writer = BufferedWriter(self._buffer_bytes())
+            self._writer = BufferedWriter(min(BUFFER_BYTES, self.settings.window_bytes // 2))
         writer = self._writer
         self._check_room(output.nbytes)
         if not writer.begin(fd, output.nbytes):
@@ -209,14 +209,13 @@ class Worker:
         writer.finish()
         return True
 
-    def _buffer_bytes(self) -> int:
-        return min(BUFFER_BYTES, self.settings.window_bytes // 2)
-
     def _append(self, writer: BufferedWriter, local: SourceFiles, part: Range) -> None:
         source, direct, done, kept = local[part.source], local.direct(part), 0, 0
         reader = None
         if direct is not None:
-            reader = self._reader = self._reader or DirectReader(self._buffer_bytes())
+            if self._reader is None:
+                self._reader = DirectReader(min(BUFFER_BYTES, self.settings.window_bytes // 4))
+            reader = self._reader
             reader.begin(direct, part.offset, part.nbytes)
         while done < part.nbytes:
             self._check_stop()

@@ -72,8 +72,7 @@ class Request:
 
 def main() -> int:
     """Serve one request; exit status 0 = every file is in place and durable."""
-    request = sys.stdin.buffer.read()
-    return serve(Request(**json.loads(request)), Execution) if request else 1  # nothing was planned
+    return serve(Request(**json.loads(sys.stdin.buffer.read())), Execution)
 
 
 def serve(request: Request, execution: Callable[[Request, int, int, threading.Event], Execution]) -> int:

@@ -203,13 +203,9 @@ class Conversion:
     def run(self, place: StagingDir, destination: Path, target: str, started: float) -> ConvertReport:
         """Make the output in `place` and publish it as `target`."""
         clone = not self.folder.partial and place.can_clone(self.folder)
-        executor = self.start_executor()  # it loads its modules while the plan is made
-        try:
-            header, trailer = self.plan(place, clone=clone)
-            self._check_room(place, trailer, clone=clone)
-            self.execute(executor, place, trailer, clone=clone)
-        finally:
-            children.end(executor)
+        header, trailer = self.plan(place, clone=clone)
+        self._check_room(place, trailer, clone=clone)
+        self.execute(place, trailer, clone=clone)
         place.check_made(trailer)
         place.publish(target)
         return self.report(destination, header, trailer, time.monotonic() - started)
@@ -264,9 +260,7 @@ class Conversion:
                 "nothing was written",
             )
 
-    def execute(
-        self, executor: subprocess.Popen[bytes], place: StagingDir, trailer: Trailer, *, clone: bool
-    ) -> None:
+    def execute(self, place: StagingDir, trailer: Trailer, *, clone: bool) -> None:
         """Have the files of the plan made."""
         folder, options = self.folder, self.options
         threads = _threads(options.memory_budget_bytes)
@@ -297,7 +291,7 @@ class Conversion:
             self.tell(progress)
 
         watched = watch(
-            executor,
+            self.start_executor(),
             json.dumps(request).encode(),
             on_line=on_line,
             should_stop=self.should_stop,

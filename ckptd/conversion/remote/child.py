@@ -149,10 +149,7 @@ def _owner(name: str) -> str:
 
 def main() -> int:
     """Serve one request."""
-    text = sys.stdin.buffer.read()
-    if not text:
-        return 1  # nothing was planned
-    raw = json.loads(text)
+    raw = json.loads(sys.stdin.buffer.read())
     ends = Endpoints(**raw.pop("ends"))
     return serve(
         Request(**raw),

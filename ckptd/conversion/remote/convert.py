@@ -186,7 +186,7 @@ class RemoteConversion:
         with temporary_place() as place:
             conversion = self._conversion(place)
             header, trailer = conversion.plan(place, clone=False)
-            conversion.execute(conversion.start_executor(), place, trailer, clone=False)
+            conversion.execute(place, trailer, clone=False)
             return conversion.report(str(self._target), header, trailer, time.monotonic() - started)
 
     def _refuse_taken(self, target: Destination) -> None:

@@ -47,24 +47,37 @@ class FailFastPool:
         processes allow (`ulimit -u`, pids.max); without threads where one is enough.
 
         Raises:
-            BaseException: what the first lane that failed raised; no lane runs any more then.
+            BaseException: what the first lane that failed raised, or Ctrl-C; no lane runs any more then.
         """
         begin = self.begin(work, do)
         if count <= 1:
             begin()
         else:
-            lanes: list[threading.Thread] = []
+            lanes: dict[threading.Thread, threading.Event] = {}
+
+            def serve(ended: threading.Event) -> None:
+                try:
+                    begin()
+                finally:
+                    ended.set()
+
             try:
                 for number in range(count):
-                    lane = threading.Thread(target=begin, name=f"{name}_{number}")
+                    ended = threading.Event()
+                    lane = threading.Thread(target=serve, args=(ended,), name=f"{name}_{number}")
                     with contextlib.suppress(RuntimeError):  # no thread more is to be had
                         lane.start()
-                        lanes.append(lane)
+                        lanes[lane] = ended
                 if not lanes:
                     begin()
-            finally:
                 for lane in lanes:
                     lane.join()
+            except BaseException as error:  # Ctrl-C: the caller would close what lanes still use
+                with self._lock:
+                    self._failure = self._failure or error
+                for ended in lanes.values():  # a `join` that was interrupted takes its thread for ended
+                    ended.wait()
+                raise
         self.settle()
 
     def begin(self, work: Iterable[T], do: Callable[[T], None]) -> Callable[[], None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -391,3 +393,21 @@ def test_a_remote_that_is_taken_over_while_files_are_sent_gets_no_commit(node: N
     with pytest.raises(RemoteNotOurs):
         upload_form(ground, node.order(node.sealed()), node.control())
     assert not [key for key in store.objects if key.startswith(("_ckptd/commits/", "_ckptd/nodes/"))]
+
+
+def test_no_lane_runs_any_more_when_ctrl_c_is_told() -> None:
+    """Whoever called closes descriptors then, and another file may get their numbers."""
+    running, begun = 0, 0
+
+    def do(_: int) -> None:
+        nonlocal running, begun
+        begun += 1
+        running += 1
+        if begun == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        running -= 1
+
+    with pytest.raises(KeyboardInterrupt):
+        FailFastPool().run(2, range(100), do, name="lane")
+    assert (running, begun) == (0, 2)
