@@ -214,7 +214,7 @@ class Worker:
         reader = None
         if direct is not None:
             if self._reader is None:
-                self._reader = DirectReader(min(BUFFER_BYTES, self.settings.window_bytes // 4))
+                self._reader = DirectReader(min(BUFFER_BYTES // 2, self.settings.window_bytes // 4))
             reader = self._reader
             reader.begin(direct, part.offset, part.nbytes)
         while done < part.nbytes:
