@@ -199,7 +199,7 @@ class Dirty:
 # are written with O_DIRECT; the ragged end is written normally. `begin` tells if a file system has no
 # O_DIRECT. Also for sources that come from disk: while reads take longer than 2 ms (`wbt_lat_usec`), the
 # kernel holds back the writing of cached pages, down to one request at a time, but not direct writes.
-# Those sources are read with O_DIRECT, too: 4 MiB are one request then, of which the page cache makes many.
+# Those sources are read with O_DIRECT, too: 2 MiB are one request then, of which the page cache makes many.
 
 BUFFER_BYTES = 4 << 20
 MIN_FILE_BYTES = 1 << 20
