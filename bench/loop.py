@@ -20,7 +20,7 @@ _MAKE = {
 
 
 def available(kind: str = "xfs") -> bool:
-    """True when this process may make and mount one."""
+    """Tell whether this process may make and mount one."""
     return os.geteuid() == 0 and shutil.which(_MAKE[kind][0]) is not None
 
 
@@ -34,7 +34,7 @@ def mounted(work: Path, size_bytes: int, kind: str = "xfs") -> Iterator[Path]:
     work.mkdir(parents=True, exist_ok=True)
     image = work / f"{kind}.image"
     with image.open("wb") as out:
-        out.truncate(size_bytes)
+        out.truncate(size_bytes + -size_bytes % 4096)  # a device has whole blocks
     try:
         with attached(image, work / kind, kind) as place:
             yield place
