@@ -37,6 +37,7 @@ TOOLS = ("cp", "ckptd")
 MIB = 1 << 20
 LIMIT = 1.0
 REQUESTS_AT_ONCE = 64
+_INSIDE = "CKPTD_BENCH_HAS_ITS_OWN_MOUNTS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +218,9 @@ def main() -> None:
     if not loop.available("ext4"):
         print("bench.disks needs root and mkfs.ext4 (make system-packages): nothing measured")
         return
-    if os.readlink("/proc/self/ns/mnt") == os.readlink(f"/proc/{os.getppid()}/ns/mnt"):
+    if _INSIDE not in os.environ:
         command = ["unshare", "--mount", sys.executable, "-m", "bench.disks", *sys.argv[1:]]
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, os.environ | {_INSIDE: "1"})
     source = recipe.checkpoint(recipe.TINY[2] if given.tiny else SAVE)
     size_bytes = sum(p.stat().st_size for p in source.iterdir())
     found: dict[Disk, list[Series]] = {}
