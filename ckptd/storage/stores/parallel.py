@@ -33,8 +33,9 @@ class FailFastPool:
     """Threads that share a fate: the first failure ends all, at their next `check`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._failure: BaseException | None = None
+        self._working = 0
 
     def check(self) -> None:
         """Raise `LaneStopped` once another lane failed."""
@@ -50,34 +51,25 @@ class FailFastPool:
             BaseException: what the first lane that failed raised, or Ctrl-C; no lane runs any more then.
         """
         begin = self.begin(work, do)
-        if count <= 1:
+        wanted = count if count > 1 else 0
+        lanes = [threading.Thread(target=begin, name=f"{name}_{number}") for number in range(wanted)]
+        started: list[threading.Thread] = []
+        try:
+            for lane in lanes:
+                with contextlib.suppress(RuntimeError):  # no thread more is to be had
+                    lane.start()
+                    started.append(lane)
+            for lane in started:
+                lane.join()
+        except BaseException as error:  # Ctrl-C: the caller would close what lanes still use
+            with self._changed:
+                self._failure = self._failure or error
+                # not `join`: it takes a thread for ended once it was interrupted, and a thread whose `start`
+                # was interrupted may run
+                self._changed.wait_for(lambda: not self._working)
+            raise
+        if not started:
             begin()
-        else:
-            lanes: dict[threading.Thread, threading.Event] = {}
-
-            def serve(ended: threading.Event) -> None:
-                try:
-                    begin()
-                finally:
-                    ended.set()
-
-            try:
-                for number in range(count):
-                    ended = threading.Event()
-                    lane = threading.Thread(target=serve, args=(ended,), name=f"{name}_{number}")
-                    with contextlib.suppress(RuntimeError):  # no thread more is to be had
-                        lane.start()
-                        lanes[lane] = ended
-                if not lanes:
-                    begin()
-                for lane in lanes:
-                    lane.join()
-            except BaseException as error:  # Ctrl-C: the caller would close what lanes still use
-                with self._lock:
-                    self._failure = self._failure or error
-                for ended in lanes.values():  # a `join` that was interrupted takes its thread for ended
-                    ended.wait()
-                raise
         self.settle()
 
     def begin(self, work: Iterable[T], do: Callable[[T], None]) -> Callable[[], None]:
@@ -89,15 +81,21 @@ class FailFastPool:
         def lane() -> None:
             try:
                 while True:
-                    with self._lock:
+                    with self._changed:
                         if self._failure is not None:
                             return
                         piece = next(left, None)
-                    if piece is None:
-                        return
-                    do(piece)
+                        if piece is None:
+                            return
+                        self._working += 1
+                    try:
+                        do(piece)
+                    finally:
+                        with self._changed:
+                            self._working -= 1
+                            self._changed.notify_all()
             except BaseException as error:  # noqa: BLE001 (raised again by `settle`)
-                with self._lock:
+                with self._changed:
                     self._failure = self._failure or error
 
         return lane
