@@ -151,7 +151,7 @@ bench: setup ## (root) conversion against ds_to_universal and cp, on three disks
 bench-scale: setup ## (root) checkpoints of hundreds of ranks as sparse files: time, memory (writes docs/performance.md)
 	$(PY) -m bench.scale $(ARGS)
 
-bench-weights: setup ## weights against zero_to_fp32 and cp (prints the table of docs/performance.md)
+bench-weights: setup ## weights against zero_to_fp32 and cp (writes docs/performance.md)
 	$(PY) -m bench.weights $(ARGS)
 
 bench-idle: setup ## memory and CPU of a daemon at rest (ARGS="--remote s3 --jobs 1"); takes a quarter of an hour

@@ -59,7 +59,11 @@ LAYERS = [
     )
     for stage in (2, 3)
 ]
-FORMS = {"universal": ConvertOptions(), "weights-fp32": ConvertOptions(form="weights")}
+FORMS = {
+    "universal": ConvertOptions(),
+    "weights-fp32": ConvertOptions(form="weights"),
+    "weights-bf16": ConvertOptions(form="weights", dtype="bf16"),
+}
 
 
 @dataclass(frozen=True, slots=True)

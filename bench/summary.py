@@ -49,13 +49,6 @@ def verdicts(page: str) -> list[Verdict]:
             section, subject = block.partition("\n")[0].lstrip("# "), ""
         elif line.startswith("**"):
             subject = f"{line.strip('*').partition('**')[0].partition(',')[0]}: "
-        elif line.startswith("* ") and " (reached); " in line:
-            # two figures of one limit in one line
-            head, _, rest = line.partition(": ")
-            for part in rest.split("; "):
-                found += _read(
-                    f"{head} of {part.partition(' ')[0]}: {part.partition(' ')[2]}", section, subject
-                )
         elif line.startswith("* "):
             found += _read(line, section, subject)
         elif line.startswith("|"):

@@ -160,7 +160,7 @@ def model_checks(ranks: list[Parameter]) -> tuple[OutputCheck, ...]:
             (rank.states[0].dtype, rank.weight.dtype),
         )
         for rank in ranks
-        if rank.weight is not None
+        if rank.weight is not None and rank.is_compared
     )
 
 

@@ -301,8 +301,7 @@ class WeightsLayout:
         """Masters in the optimizer's order, then what only the model's state dictionary holds."""
         strip = self._has_prefix()
         for ranks in self.save.parameters("fp32"):
-            join, states = join_states(ranks, self.patterns)
-            yield from self._trained(ranks, states[0], strip)
+            yield from self._trained(ranks, strip)
         for name, by_rank in self.contents.tensors.items():
             ranks = [by_rank[tp] for tp in range(self.save.tp)]
             shapes = [rank.shape for rank in ranks]
@@ -312,16 +311,26 @@ class WeightsLayout:
                 join = self.patterns.join(name, shapes)
             yield self._entry(ranks, join_as(join, ranks)[1][0], strip)
 
-    def _trained(self, ranks: list[Parameter], state: JoinedState, strip: bool) -> Iterator[TensorEntry]:
+    def _trained(self, ranks: list[Parameter], strip: bool) -> Iterator[TensorEntry]:
         """One tensor; of experts that several ranks share one for each rank, by their global numbers."""
-        name = state.parameter
+        name = ranks[0].name
         if not ranks[0].experts or self.save.experts.automatic or self.names.globally(name, 0) is None:
-            yield self._entry(ranks, state, strip)
+            yield self._entry(ranks, self._wanted(ranks), strip)
             return
         for rank in range(self.save.experts.ep):
             own = [_of_expert_rank(one, rank) for one in ranks]
-            (joined,) = join_states(own, self.patterns)[1]
-            yield self._entry(own, replace(joined, parameter=self.names.globally(name, rank) or name), strip)
+            joined = replace(self._wanted(own), parameter=self.names.globally(name, rank) or name)
+            yield self._entry(own, joined, strip)
+
+    def _wanted(self, ranks: list[Parameter]) -> JoinedState:
+        """The masters; the model's own copies where those have the type that masters are rounded to."""
+        join, (masters,) = join_states(ranks, self.patterns)
+        copies = [rank.weight for rank in ranks if rank.weight is not None]
+        is_rounded = all(copy.dtype == self.target for copy in copies) and masters.dtype != self.target
+        if join.averaged or len(copies) < len(ranks) or not is_rounded:
+            return masters
+        held = [replace(rank, states=(copy,)) for rank, copy in zip(ranks, copies, strict=True)]
+        return join_states(held, self.patterns)[1][0]
 
     def _has_prefix(self) -> bool:
         return all(n.startswith(PREFIX) for n in (*self.save.trained_shapes, *self.contents.tensors))

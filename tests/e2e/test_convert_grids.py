@@ -323,7 +323,7 @@ def test_a_file_that_cannot_be_made_is_never_left_out_in_silence(tmp_path: Path,
         "source": str(tmp_path), "work": str(work), "files": [], "memory_budget_bytes": 256 << 20,
         "reserve_bytes": 0, "threads": 4, "clone": False, "file_mode": 0o600, "folder_mode": 0o700,
         "gid": tmp_path.stat().st_gid, "verify": False, "low_priority": False, "manifest": {},
-        "stripe_threads": 1, "numpy_folder": "",
+        "is_striped": False, "numpy_folder": "",
     }  # fmt: skip
     child = children.start("executor_child", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:

@@ -151,12 +151,16 @@ class Worker:
         self.batch.append((fd, name, output))
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
-        if self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES:
+        is_striped = self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES
+        # what is copied waits for the disk, which one thread keeps busy; what is rounded, for the processor
+        made_bytes = sum(part.nbytes for part in output.parts if not isinstance(part, Literal | Range))
+        through_threads = self.clone or (is_striped and made_bytes > STRIPE_BYTES)
+        is_written = not through_threads and self._through_buffer(fd, output)
+        if is_striped and not is_written:
             found = stripes(output.parts, divide_ranges=not self.clone)
             threads = self.settings.stripe_threads
             FailFastPool().run(threads, found, lambda stripe: self._stripe(fd, stripe), name="stripe")
         else:
-            is_written = not self.clone and self._through_buffer(fd, output)
             if not is_written:
                 self._parts(fd, 0, output.parts)
             if is_written and output.nbytes >= MIN_FILE_BYTES:

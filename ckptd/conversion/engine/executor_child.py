@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import IO, TYPE_CHECKING, Any
 
 from ckptd.base import extents, files
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from ckptd.conversion.plan import Output
 
 LARGE_BYTES = 64 << 20
+_CHECKS_AT_ONCE = 16
+"""Comparisons that one thread takes: weights have those of a whole file before it."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MALLOC_BYTES = 2 << 20
 """Larger than all blocks that a thread holds: a freed one is taken again, and costs no new pages."""
@@ -54,7 +57,8 @@ class Request:
     memory_budget_bytes: int
     reserve_bytes: int
     threads: int
-    stripe_threads: int
+    is_striped: bool
+    """Few and large files: one thread after another makes them all, others compare meanwhile."""
     clone: bool
     file_mode: int
     folder_mode: int
@@ -126,7 +130,6 @@ class Execution:
         self.settings = WriteLimits.within(
             request.memory_budget_bytes,
             threads=request.threads,
-            stripe_threads=request.stripe_threads,
             clone=request.clone,
             reserve_bytes=request.reserve_bytes,
             modes=(request.file_mode, request.folder_mode, request.gid),
@@ -155,12 +158,17 @@ class Execution:
         large_bytes = max(LARGE_BYTES, read_trailer(stream).bytes // (4 * self.settings.threads))
         stream.seek(0)
         plan = PlanReader(stream)
+        outputs = large_first(stream, plan, large_bytes)
         local = None if self.settings.clone else self.sources.local
         last: list[OutputFile] = []
-        links = self._copy_all(without_cold_copies(large_first(stream, plan, large_bytes), local, last))
-        if last:
-            self.settings = replace(self.settings, threads=1, stripe_threads=self.settings.threads)
-            self._copy_all(iter(last))
+        if self.request.is_striped:
+            made = (output for output in outputs if not isinstance(output, OutputCheck))
+            with open(files.open_beneath(self.work_fd, "plan.jsonl"), "rb") as again:
+                checks = (output for output in PlanReader(again) if isinstance(output, OutputCheck))
+                links = self._copy_all(made, checks, is_striped=True)
+        else:
+            links = self._copy_all(without_cold_copies(outputs, local, last))
+        self._copy_all(iter(last), is_striped=True)
         for link in links:
             self.name_again(link)
         if self.request.verify:
@@ -211,35 +219,43 @@ class Execution:
         if self.counters.files != plan.trailer.files:
             raise StorageError(f"{self.counters.files} of {plan.trailer.files} files were made")
 
-    def _copy_all(self, plan: Iterator[Output]) -> list[OutputLink]:
-        """Have outputs made by threads, begun in their order; returns the links."""
+    def _copy_all(
+        self, plan: Iterator[Output], checks: Iterable[Output] = (), *, is_striped: bool = False
+    ) -> list[OutputLink]:
+        """Have outputs made by threads, begun in their order; returns the links.
+
+        `is_striped`: files one after another, each by all threads; comparisons beside them.
+        """
         links: list[OutputLink] = []
         lock, lanes = threading.Lock(), FailFastPool()
+        count, beside = self.settings.threads, iter(checks)
+        self.settings = replace(self.settings, stripe_threads=count if is_striped else 1)
 
-        def take() -> list[OutputFile | OutputCheck]:
-            """Take a file and the checks before it, whose bytes it finds in the page cache."""
+        def take(outputs: Iterator[Output]) -> list[OutputFile | OutputCheck]:
+            """Take a file and the checks before it, which have read its bytes; or some checks."""
             found: list[OutputFile | OutputCheck] = []
             with lock:
-                for output in plan:
+                for output in outputs:
                     if isinstance(output, OutputLink):
                         links.append(output)
                         continue
                     found.append(output)
-                    if isinstance(output, OutputFile):
+                    if isinstance(output, OutputFile) or len(found) == _CHECKS_AT_ONCE:
                         break
             return found
 
         def serve(number: int) -> None:
             worker = self.worker(number)
+            shared = beside if is_striped and number else chain(plan, beside)
             try:
                 while True:
                     lanes.check()
                     self.check_stop()
-                    outputs = take()
-                    if not outputs:
+                    taken = take(shared)
+                    if not taken:
                         worker.settle()
                         return
-                    for output in outputs:
+                    for output in taken:
                         if isinstance(output, OutputCheck):
                             worker.compare(output)
                         else:
@@ -247,7 +263,6 @@ class Execution:
             finally:
                 worker.abandon()
 
-        count = self.settings.threads
         lanes.run(count, range(count), serve, name="copy")
         return links
 

@@ -111,17 +111,18 @@ def _plan(request: dict[str, Any], out: IO[bytes]) -> dict[str, Any]:
             SourceFile(path, r.size_bytes, r.fingerprint) for path, r in zip(paths, save.reads, strict=True)
         ),
     )
-    proof = save.prove = Proof(save, _why_uncompared(request, save), is_wanted=request["compare_masters"])
+    unread = "read from a URL, which is told by checksums alone" if request["partial"] else ""
+    proof = save.prove = Proof(
+        save, _why_no_copy(request, save), unread, is_wanted=request["compare_masters"]
+    )
     header, outputs = {"universal": _universal, "weights": _weights, "dcp": _dcp}[form](request, save, header)
     return _written(out, header, save.reads, outputs, proof.finish)
 
 
-def _why_uncompared(request: dict[str, Any], save: Save) -> str:
-    """Return why the masters of a save are not compared with the model's weights; empty: they are."""
+def _why_no_copy(request: dict[str, Any], save: Save) -> str:
+    """Return why the model's weights are no copies of a save's masters; empty: they are."""
     if not request["compare_masters"]:
         return "not asked for (--no-strict, or compare_masters = false)"
-    if request["partial"]:
-        return "read from a URL, which is told by checksums alone"
     config = as_dict(save.rank0_model.root.get("ds_config"))
     if as_dict(config.get("zero_optimization")).get("zenflow") is not None:
         return "ZenFlow changes the weights between steps of their masters"

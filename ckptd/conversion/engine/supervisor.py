@@ -263,15 +263,14 @@ class Conversion:
     def execute(self, place: StagingDir, trailer: Trailer, *, clone: bool) -> None:
         """Have the files of the plan made."""
         folder, options = self.folder, self.options
-        threads = _threads(options.memory_budget_bytes)
         request = {
             "source": self.origin.root,
             "work": place.path,
             "files": [*(self.origin.prefix + name for name, _ in folder.shards), *self.origin.companions],
             "memory_budget_bytes": options.memory_budget_bytes,
             "reserve_bytes": options.reserve_bytes,
-            "threads": threads if options.form == "universal" else 1,
-            "stripe_threads": 1 if options.form == "universal" else threads,
+            "threads": _threads(options.memory_budget_bytes),
+            "is_striped": options.form != "universal",
             "clone": clone,
             "file_mode": folder.file_mode,
             "folder_mode": folder.folder_mode,

@@ -46,19 +46,18 @@ class WriteLimits:
         budget_bytes: int,
         *,
         threads: int,
-        stripe_threads: int = 1,
         clone: bool,
         reserve_bytes: int,
         modes: tuple[int, int, int],
     ) -> WriteLimits:
         """Divide a memory budget: 48 MiB for two Python processes, the rest for dirty pages."""
-        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads * stripe_threads))
+        share = max(8 * MIB, (budget_bytes - 48 * MIB) // (2 * threads))
         window = min(64 * MIB, share)
         return WriteLimits(
             window_bytes=window,
             batch_bytes=window,
             threads=threads,
-            stripe_threads=stripe_threads,
+            stripe_threads=1,
             clone=clone,
             reserve_bytes=reserve_bytes,
             file_mode=modes[0],

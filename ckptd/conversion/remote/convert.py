@@ -226,9 +226,8 @@ class RemoteConversion:
         conversion.start_executor = lambda: _start_executor(*urls)
         conversion.more = {"network": True, "ends": self._ends(folder, conversion.origin.prefix)}
         # latency of requests is hidden by more threads than copying here has
-        striped = self._target is None and self._options.form != "universal"
-        threads, stripe_threads = (1, PARALLEL) if striped else (PARALLEL, 1)
-        conversion.more |= {"threads": threads, "stripe_threads": stripe_threads}
+        is_striped = self._target is None and self._options.form != "universal"
+        conversion.more |= {"threads": PARALLEL, "is_striped": is_striped}
         return conversion
 
     def _ends(self, folder: SourceFolder, prefix: str) -> dict[str, Any]:

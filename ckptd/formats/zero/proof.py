@@ -41,13 +41,15 @@ Held = dict[tuple[int, str], tuple[Tensor, int]]
 
 @dataclass(slots=True)
 class Proof:
-    """Gives parameters of a save their copies; `why_none`: the reason for not comparing any.
+    """Gives parameters of a save their copies; `why_none`: the reason why there are none, `why_unread`: why
+    none is compared.
 
     `left_out`: reason → (name, pipeline stage, tensor rank) without one.
     """
 
     save: Save
     why_none: str = ""
+    why_unread: str = ""
     is_wanted: bool = True
     """False: nothing is checked at all (`--no-strict`, `compare_masters = false`)."""
     left_out: dict[str, set[tuple[str, int, int]]] = field(default_factory=dict)
@@ -126,10 +128,11 @@ class Proof:
     def attach(self, model_rank: ModelRank, parameter: Parameter) -> Parameter:
         """Return the parameter with the model's copy of it, where there is one to compare with."""
         found = self.why_none or self._find(model_rank, parameter)
+        if why := self.why_unread or (found if isinstance(found, str) else ""):
+            self.left_out.setdefault(why, set()).add((parameter.name, model_rank.pp, model_rank.tp))
         if isinstance(found, str):
-            self.left_out.setdefault(found, set()).add((parameter.name, model_rank.pp, model_rank.tp))
             return parameter
-        return replace(parameter, weight=found)
+        return replace(parameter, weight=found, is_compared=not why)
 
     def _find(self, model_rank: ModelRank, parameter: Parameter) -> StateRanges | str:
         tensors = self._tensors(model_rank, parameter)

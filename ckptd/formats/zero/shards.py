@@ -60,6 +60,8 @@ class Parameter:
     experts: int = 0
     weight: StateRanges | None = None
     """The model's own copy of it, which the fp32 state must round to."""
+    is_compared: bool = True
+    """False: nobody reads both."""
 
     @property
     def numel(self) -> int:

@@ -196,6 +196,7 @@ def _execution(made: Made, work: Path, threads: int) -> tuple[Execution, list[in
         memory_budget_bytes=256 << 20,
         reserve_bytes=0,
         threads=threads,
+        is_striped=False,
         clone=False,
         file_mode=0o644,
         folder_mode=0o755,
@@ -203,7 +204,6 @@ def _execution(made: Made, work: Path, threads: int) -> tuple[Execution, list[in
         verify=False,
         low_priority=False,
         manifest={},
-        stripe_threads=1,
         numpy_folder="",
     )
     return Execution(request, fds[0], fds[1], threading.Event()), fds

@@ -19,7 +19,7 @@ from ckptd.formats.zero import stage12
 from ckptd.formats.zero.experts import ExpertNames
 from ckptd.formats.zero.proof import Proof
 from tests.support.synthetic import Shapes, write_stage12
-from tests.support.weights import model_states, trained_views
+from tests.support.weights import model_states, read_folder, trained_views
 from tests.unit.formats.zero.test_zero_ranges import survey
 
 GROUPS: list[Shapes] = [{"a": (300, 7), "b": (300, 7)}, {"c": (11,)}]
@@ -91,6 +91,9 @@ def test_weights_that_deepspeed_changes_are_not_compared(tmp_path: Path, name: s
     assert report.compared_tensors == 0
     assert reason.startswith("3 tensors: ")
     assert name in reason
+    convert(source, tmp_path / "weights", ConvertOptions(form="weights", dtype="bf16"))
+    held = read_folder(tmp_path / "weights")
+    assert held["a"] != held["b"], "the masters, not the copies"
 
 
 def test_a_weight_that_a_forward_made_float32_is_not_compared(tmp_path: Path) -> None:

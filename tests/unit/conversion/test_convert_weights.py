@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch
 
 from ckptd.base.files import opened_real
 from ckptd.conversion.engine.staging import find_origin, list_source
-from ckptd.conversion.engine.supervisor import convert
+from ckptd.conversion.engine.supervisor import convert, plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions, Dtype
+from ckptd.conversion.outputs import Outputs
+from ckptd.conversion.parts import Cast, Literal, Range
 from ckptd.conversion.remote.source import look_at, make_mirror, of_commit
 from ckptd.errors import BehindError, CkptdError, DamagedError, RefusedError, SourceChanged
 from ckptd.maintenance.inspection import inspect_folder
@@ -83,6 +86,38 @@ def test_stage_2_masters_frozen_and_buffers(tmp_path: Path, dtype: Dtype) -> Non
     assert manifest["plan_sha256"] == report.plan_sha256
     assert manifest["source"]["step"] == 7
     assert sorted(os.listdir(tmp_path / "w")) == ["ckptd.json", "model.safetensors"]
+
+
+def planned(source: Path, options: ConvertOptions, tmp_path: Path, *, is_remote: bool) -> Outputs:
+    """The plan of a form, as the child writes it."""
+    folder = list_source(source)
+    request = plan_request(folder, find_origin(folder), options, block=True)
+    out = tempfile.TemporaryFile(dir=tmp_path)  # noqa: SIM115 (outputs are read from it)
+    write_plan(request | {"partial": is_remote}, out)
+    return Outputs(out)
+
+
+def test_weights_of_the_models_own_type_are_its_copies(tmp_path: Path) -> None:
+    """What file systems and stores can copy. The plan is the same where nobody compares."""
+    made = stage_2(tmp_path / "in", {})
+    plans = [planned(made.folder, weights("bf16"), tmp_path, is_remote=far) for far in (False, True)]
+    assert plans[0].trailer.sha256 == plans[1].trailer.sha256
+    header, *parts = plans[1].output("model.safetensors").parts
+    assert isinstance(header, Literal)
+    assert all(isinstance(part, Range) for part in parts)
+    assert {plans[1].header.sources[part.source].path for part in parts if isinstance(part, Range)} == {
+        "mp_rank_00_model_states.pt"
+    }
+    assert [len(list(plan.checks())) for plan in plans] == [14, 0]
+    other = planned(made.folder, weights("fp16"), tmp_path, is_remote=False)
+    assert all(isinstance(part, Cast) for part in other.output("model.safetensors").parts[1:])
+
+
+def test_masters_are_rounded_where_the_model_is_none_of_theirs(tmp_path: Path) -> None:
+    """A trainer that changes its model after the last step (EMA)."""
+    made = stage_2(tmp_path / "in", {"norm": torch.zeros(33, dtype=torch.bfloat16)})
+    convert(made.folder, tmp_path / "w", weights("bf16", compare_masters=False))
+    assert read_folder(tmp_path / "w") == expected_masters(made, GROUPS, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
