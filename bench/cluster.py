@@ -31,7 +31,7 @@ from tests.support.real import REPOSITORY
 
 WORK = REPOSITORY / ".build" / "bench-cluster"
 RAW = WORK / "runs.json"
-RATE = 3e6
+RATE = 6e6
 """Bytes per second of a connection, each way: so slow that the cores of one machine are not the bound."""
 BUDGET = "512MiB"
 THREADS = 4
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="try the benchmark; writes nothing in docs/")
     small = parser.parse_args().small
-    save = saves.shards("cluster-small", 2, 2, hidden=256) if small else saves.shards("cluster", 5, 2)
+    save = saves.shards("cluster-small", 2, 2, hidden=256) if small else saves.shards("cluster-2gb", 11, 2)
     WORK.mkdir(parents=True, exist_ok=True)
     with _scene(save, 50e6 if small else RATE) as (line, bucket):
         counts = (1, 2) if small else WORKERS

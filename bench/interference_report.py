@@ -17,7 +17,6 @@ from bench.interference_stats import (
     median_step,
     p99_step,
     slowest,
-    undisturbed,
 )
 from bench.report import machine
 
@@ -77,9 +76,6 @@ def render(
     cores: int,
 ) -> str:
     """The measured part of the page."""
-    all_pairs = len(both) + len(none)
-    both, none = undisturbed(both, none)
-    left_out = all_pairs - len(both) - len(none)
     lines = [
         f"Machine: {machine()}; trainer on {cores} of the cores, ckptd on the others.",
         _scene(both, none),
@@ -103,7 +99,6 @@ def render(
         lines += ["", *_where(both)]
     lines += [
         "",
-        f"* left out as those from which the host took most: {left_out} of {all_pairs} pairs",
         *(_work(work, waiting_bytes) if work else ()),
         _memory(memory, budget_bytes),
     ]

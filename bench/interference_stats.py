@@ -44,11 +44,6 @@ class Pair:
     plain: Segment
     other: Segment
 
-    @property
-    def stolen(self) -> float:
-        """In its worse segment."""
-        return max(self.plain.stolen, self.other.stolen)
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -107,13 +102,6 @@ def slowest(pairs: Sequence[Pair], name: str, *, is_other: bool) -> tuple[float,
     steps = np.concatenate([np.asarray(one.steps) / np.median(one.steps) for one in segments])
     values = np.concatenate([getattr(one, name) for one in segments])
     return float(values.mean()), float(values[steps >= np.quantile(steps, 0.99)].mean())
-
-
-def undisturbed(both: Sequence[Pair], none: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
-    """Without the quarter of all pairs, of whichever kind, in which the host took most time away."""
-    found = sorted(pair.stolen for pair in (*both, *none))
-    most = found[-(-3 * len(found) // 4) - 1] if found else 0.0
-    return [p for p in both if p.stolen <= most], [p for p in none if p.stolen <= most]
 
 
 def _middle(ratios: list[float]) -> Statistic:

@@ -165,6 +165,12 @@ class SourceFiles(Ranges, Sequence[int]):
                     self._direct[part.source] = SourceFd(os.open(f"/proc/self/fd/{fd}", flags))
             return self._direct.get(part.source)
 
+    def drop_cold(self) -> None:
+        """Drop from the page cache what lies there of files that came from disk: comparisons leave it."""
+        with self._lock:
+            for fd in self._cold:
+                extents.drop_pages(fd)
+
     def extent_at(self, fd: int, offset: int, length: int) -> tuple[bool, int]:
         """Whether a hole begins at `offset`, and how far hole or data reach (all of a file without holes)."""
         return extents.extent_at(fd, offset, length) if fd in self._sparse else (False, length)
@@ -197,7 +203,9 @@ class SourceFiles(Ranges, Sequence[int]):
         """Let go of the descriptor opened first; whoever uses it just now keeps it open."""
         fd = int(self._open.pop(index))
         self._direct.pop(index, None)
-        self._cold.discard(fd)
+        if fd in self._cold:
+            extents.drop_pages(fd)
+            self._cold.discard(fd)
         self._sparse.discard(fd)
 
 

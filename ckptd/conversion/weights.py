@@ -1,8 +1,9 @@
 """Plan consolidated weights as safetensors: what zero_to_fp32 makes, and of saves that it refuses (ADR 0082).
 
-Every trained parameter from its fp32 master, whatever else the model's state dictionary holds as it is,
-each tensor once; adapters of PEFT in files of their own, as its `save_pretrained` writes them. Planned like
-the universal form: outputs are headers of ours and ranges of the source.
+Every trained parameter from its fp32 master or, in the model's own type, from the model (ADR 0225); whatever
+else the model's state dictionary holds as it is, each tensor once; adapters of PEFT in files of their own, as
+its `save_pretrained` writes them. Planned like the universal form: outputs are headers of ours and ranges of
+the source.
 """
 
 from __future__ import annotations
@@ -298,7 +299,7 @@ class WeightsLayout:
             yield from ((place, entry) for entry in held)
 
     def _entries(self) -> Iterator[TensorEntry]:
-        """Masters in the optimizer's order, then what only the model's state dictionary holds."""
+        """Trained parameters in the optimizer's order, then what only the model's state dictionary holds."""
         strip = self._has_prefix()
         for ranks in self.save.parameters("fp32"):
             yield from self._trained(ranks, strip)
@@ -327,10 +328,12 @@ class WeightsLayout:
         join, (masters,) = join_states(ranks, self.patterns)
         copies = [rank.weight for rank in ranks if rank.weight is not None]
         is_rounded = all(copy.dtype == self.target for copy in copies) and masters.dtype != self.target
-        if join.averaged or len(copies) < len(ranks) or not is_rounded:
+        is_scattered = any(len(copy.pieces) > 1 for copy in copies)  # transposed: thousands of pieces
+        if join.averaged or len(copies) < len(ranks) or not is_rounded or is_scattered:
             return masters
         held = [replace(rank, states=(copy,)) for rank, copy in zip(ranks, copies, strict=True)]
-        return join_states(held, self.patterns)[1][0]
+        copied = join_states(held, self.patterns)[1][0]
+        return replace(copied, checks=(*masters.checks, *copied.checks))
 
     def _has_prefix(self) -> bool:
         return all(n.startswith(PREFIX) for n in (*self.save.trained_shapes, *self.contents.tensors))

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ckptd.conversion.engine.supervisor import convert
-from ckptd.conversion.options import ConvertOptions
+from ckptd.conversion.options import ConvertOptions, Dtype
 from ckptd.core.model.records import UNIVERSAL
 from ckptd.errors import CkptdError
 from tests.support import stock
@@ -252,6 +252,27 @@ def test_what_cannot_be_right_is_refused(saves: Path, tmp_path: Path, case: str)
         convert(source, tmp_path / "out" / "u")
     assert caught.value.exit_code == 65
     assert list((tmp_path / "out").iterdir()) == [], "no partial output"
+
+
+def drift_below_rounding(state: dict[str, Any]) -> None:
+    """In a bit of a master that its bf16 copy does not show."""
+    import torch
+
+    inner = state["optimizer_state_dict"]
+    for group, mapping in enumerate(inner["param_slice_mappings"]):
+        if "norm.weight" in mapping:
+            bits = inner["single_partition_of_fp32_groups"][group].view(torch.int32)
+            bits[mapping["norm.weight"].start] ^= 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_drifted_masters_are_seen_in_weights_of_every_type(saves: Path, tmp_path: Path, dtype: Dtype) -> None:
+    """Also where the file is made of the model's copies, which still are the same."""
+    options = ConvertOptions(form="weights", dtype=dtype)
+    assert convert(saves / "tp2", tmp_path / "whole", options).compared_tensors
+    source = changed(saves, "tp2", tmp_path / "in", drift_below_rounding, "zero_pp_rank_*_mp_rank_01*")
+    with pytest.raises(CkptdError, match=r"hold different copies of norm.weight \(fp32\)"):
+        convert(source, tmp_path / "out", options)
 
 
 def test_drifted_copies_are_seen_before_anything_is_sent(saves: Path, tmp_path: Path) -> None:

@@ -199,8 +199,9 @@ def _write_rank(save: TpSave, folder: Path, mm: int, held: dict[str, dict[str, t
     names = list(held)
     groups = [names[: len(names) // 2], names[len(names) // 2 :]]
     shapes = [OrderedDict((n, held[n]["fp32"].shape) for n in group) for group in groups]
+    module = OrderedDict(scale=torch.ones(2), **{name: held[name]["fp32"].bfloat16() for name in names})
     model = {
-        "module": OrderedDict(scale=torch.ones(2)) if save.zero_stage < 3 else OrderedDict(),
+        "module": module if save.zero_stage < 3 else OrderedDict(),
         "param_shapes": shapes,
         "global_steps": 3,
         "dp_world_size": save.dp,

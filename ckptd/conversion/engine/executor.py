@@ -152,9 +152,11 @@ class Worker:
         if self.clone:
             os.ftruncate(fd, output.nbytes)  # first: XFS preallocates megabytes behind a growing end
         is_striped = self.settings.stripe_threads > 1 and output.nbytes > STRIPE_BYTES
-        # what is copied waits for the disk, which one thread keeps busy; what is rounded, for the processor
+        # weights that are copied wait for the disk, those that are rounded for the processor; a whole file of
+        # the source, which lies in the page cache, may wait for a disk that answers late
         made_bytes = sum(part.nbytes for part in output.parts if not isinstance(part, Literal | Range))
-        through_threads = self.clone or (is_striped and made_bytes > STRIPE_BYTES)
+        by_threads = len(output.parts) == 1 or made_bytes > STRIPE_BYTES
+        through_threads = self.clone or (is_striped and by_threads)
         is_written = not through_threads and self._through_buffer(fd, output)
         if is_striped and not is_written:
             found = stripes(output.parts, divide_ranges=not self.clone)

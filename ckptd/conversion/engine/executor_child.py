@@ -58,7 +58,7 @@ class Request:
     reserve_bytes: int
     threads: int
     is_striped: bool
-    """Few and large files: one thread after another makes them all, others compare meanwhile."""
+    """Few and large files: one lane makes them one after another, the others compare meanwhile."""
     clone: bool
     file_mode: int
     folder_mode: int
@@ -159,7 +159,7 @@ class Execution:
         stream.seek(0)
         plan = PlanReader(stream)
         outputs = large_first(stream, plan, large_bytes)
-        local = None if self.settings.clone else self.sources.local
+        local = self.sources.local
         last: list[OutputFile] = []
         if self.request.is_striped:
             made = (output for output in outputs if not isinstance(output, OutputCheck))
@@ -167,7 +167,8 @@ class Execution:
                 checks = (output for output in PlanReader(again) if isinstance(output, OutputCheck))
                 links = self._copy_all(made, checks, is_striped=True)
         else:
-            links = self._copy_all(without_cold_copies(outputs, local, last))
+            copied = None if self.settings.clone else local
+            links = self._copy_all(without_cold_copies(outputs, copied, last))
         self._copy_all(iter(last), is_striped=True)
         for link in links:
             self.name_again(link)
@@ -175,6 +176,8 @@ class Execution:
             self.phase = "verifying"
             stream.seek(0)
             self.verify_outputs(PlanReader(stream))
+        if local is not None:
+            local.drop_cold()
         self.recheck_sources(plan)
         self._check_whole(plan)
         self.phase = "publishing"
@@ -224,7 +227,8 @@ class Execution:
     ) -> list[OutputLink]:
         """Have outputs made by threads, begun in their order; returns the links.
 
-        `is_striped`: files one after another, each by all threads; comparisons beside them.
+        `is_striped`: one lane makes the files, what is rounded or cloned with as many threads as there are
+        lanes; the others take the comparisons.
         """
         links: list[OutputLink] = []
         lock, lanes = threading.Lock(), FailFastPool()
@@ -249,13 +253,13 @@ class Execution:
             shared = beside if is_striped and number else chain(plan, beside)
             try:
                 while True:
-                    lanes.check()
                     self.check_stop()
                     taken = take(shared)
                     if not taken:
                         worker.settle()
                         return
                     for output in taken:
+                        lanes.check()
                         if isinstance(output, OutputCheck):
                             worker.compare(output)
                         else:

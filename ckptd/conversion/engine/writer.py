@@ -361,7 +361,8 @@ class BufferedWriter:
 
 # --- Large outputs by several threads: parts in stripes, each flushed by its thread ----------------------
 # Universal checkpoints are thousands of files, so there a thread per file is enough; weights are a few
-# files of gigabytes, of tensors between bytes and gigabytes. Stripes also bound the dirty pages.
+# files of gigabytes, of tensors between bytes and gigabytes. Stripes also bound the dirty pages. They are for
+# what is rounded, cloned, or a whole file of the source; what is copied is written past the page cache.
 
 STRIPE_BYTES = 16 << 20
 

@@ -128,7 +128,7 @@ class Proof:
     def attach(self, model_rank: ModelRank, parameter: Parameter) -> Parameter:
         """Return the parameter with the model's copy of it, where there is one to compare with."""
         found = self.why_none or self._find(model_rank, parameter)
-        if why := self.why_unread or (found if isinstance(found, str) else ""):
+        if why := self.why_none or self.why_unread or (found if isinstance(found, str) else ""):
             self.left_out.setdefault(why, set()).add((parameter.name, model_rank.pp, model_rank.tp))
         if isinstance(found, str):
             return parameter

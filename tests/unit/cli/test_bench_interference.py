@@ -16,7 +16,6 @@ from bench.interference_stats import (
     mean_save,
     median_step,
     p99_step,
-    undisturbed,
 )
 
 
@@ -117,19 +116,6 @@ def test_where_the_time_of_the_slowest_steps_lies() -> None:
     assert "| ready, without a core, ms | 1.0 | 1.0 | 3.0 | 50.0 |" in told
     assert "| times that a core was taken away | 3.0 | 3.0 | 3.0 | 3.0 |" in told
     assert "without a core" not in render(pairs(0, 8), pairs(0, 8), Memory(), [], 1, 1, 2)
-
-
-def test_what_the_host_took_is_left_out_of_both_kinds_alike() -> None:
-    """By one limit for all pairs; where nothing was taken nothing is left out."""
-
-    def stolen(shares: list[float]) -> list[Pair]:
-        made = pairs(0, len(shares))
-        return [replace(p, other=replace(p.other, stolen=s)) for p, s in zip(made, shares, strict=True)]
-
-    kept = undisturbed(stolen([0.0, 0.3, 0.01, 0.2]), stolen([0.02, 0.0, 0.0, 0.03]))
-    assert [[pair.stolen for pair in kind] for kind in kept] == [[0.0, 0.01], [0.02, 0.0, 0.0, 0.03]]
-    assert [len(kind) for kind in undisturbed(stolen([0.0] * 3), stolen([0.0]))] == [3, 1]
-    assert undisturbed([], []) == ([], [])
 
 
 def test_no_pairs_are_no_claim() -> None:

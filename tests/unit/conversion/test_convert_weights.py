@@ -113,6 +113,18 @@ def test_weights_of_the_models_own_type_are_its_copies(tmp_path: Path) -> None:
     assert all(isinstance(part, Cast) for part in other.output("model.safetensors").parts[1:])
 
 
+def test_a_weight_that_lies_in_pieces_is_rounded(tmp_path: Path) -> None:
+    """Each piece would be a range of the file's one line in the plan."""
+    made = stage_2(tmp_path / "in", {})
+    module = trained_views(made, GROUPS)
+    module["blocks.3.w"] = module["blocks.3.w"].t().contiguous().t()
+    torch.save(model_states(GROUPS, 3, 2, module), made.folder / "mp_rank_00_model_states.pt")
+    plan = planned(made.folder, weights("bf16"), tmp_path, is_remote=False)
+    assert sum(isinstance(part, Cast) for part in plan.output("model.safetensors").parts) == 1
+    assert convert(made.folder, tmp_path / "w", weights("bf16")).compared_tensors == 14
+    assert read_folder(tmp_path / "w") == expected_masters(made, GROUPS, torch.bfloat16)
+
+
 def test_masters_are_rounded_where_the_model_is_none_of_theirs(tmp_path: Path) -> None:
     """A trainer that changes its model after the last step (EMA)."""
     made = stage_2(tmp_path / "in", {"norm": torch.zeros(33, dtype=torch.bfloat16)})
