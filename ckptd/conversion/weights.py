@@ -313,7 +313,7 @@ class WeightsLayout:
             yield self._entry(ranks, join_as(join, ranks)[1][0], strip)
 
     def _trained(self, ranks: list[Parameter], strip: bool) -> Iterator[TensorEntry]:
-        """One tensor; of experts that several ranks share one for each rank, by their global numbers."""
+        """Yield one tensor; of experts that several ranks share one for each rank, by their global numbers."""
         name = ranks[0].name
         if not ranks[0].experts or self.save.experts.automatic or self.names.globally(name, 0) is None:
             yield self._entry(ranks, self._wanted(ranks), strip)
@@ -324,7 +324,7 @@ class WeightsLayout:
             yield self._entry(own, joined, strip)
 
     def _wanted(self, ranks: list[Parameter]) -> JoinedState:
-        """The masters; the model's own copies where those have the type that masters are rounded to."""
+        """Return the masters, or the model's own copies where those have the type that is wanted."""
         join, (masters,) = join_states(ranks, self.patterns)
         copies = [rank.weight for rank in ranks if rank.weight is not None]
         is_rounded = all(copy.dtype == self.target for copy in copies) and masters.dtype != self.target
