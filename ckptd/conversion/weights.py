@@ -313,7 +313,7 @@ class WeightsLayout:
             yield self._entry(ranks, join_as(join, ranks)[1][0], strip)
 
     def _trained(self, ranks: list[Parameter], strip: bool) -> Iterator[TensorEntry]:
-        """Yield one tensor; of experts that several ranks share one for each rank, by their global numbers."""
+        """Yield one tensor; of experts that several ranks share one a rank, by their global numbers."""
         name = ranks[0].name
         if not ranks[0].experts or self.save.experts.automatic or self.names.globally(name, 0) is None:
             yield self._entry(ranks, self._wanted(ranks), strip)
