@@ -155,9 +155,9 @@ class Worker:
         # weights that are copied wait for the disk, those that are rounded for the processor; a whole file of
         # the source, which lies in the page cache, may wait for a disk that answers late
         made_bytes = sum(part.nbytes for part in output.parts if not isinstance(part, Literal | Range))
-        by_threads = len(output.parts) == 1 or made_bytes > STRIPE_BYTES
-        through_threads = self.clone or (is_striped and by_threads)
-        is_written = not through_threads and self._through_buffer(fd, output)
+        is_for_threads = len(output.parts) == 1 or made_bytes > STRIPE_BYTES
+        through_buffer = not self.clone and not (is_striped and is_for_threads)
+        is_written = through_buffer and self._through_buffer(fd, output)
         if is_striped and not is_written:
             found = stripes(output.parts, divide_ranges=not self.clone)
             threads = self.settings.stripe_threads

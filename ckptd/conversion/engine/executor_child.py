@@ -169,7 +169,8 @@ class Execution:
         else:
             copied = None if self.settings.clone else local
             links = self._copy_all(without_cold_copies(outputs, copied, last))
-        self._copy_all(iter(last), is_striped=True)
+        if last:
+            self._copy_all(iter(last), is_striped=True)
         for link in links:
             self.name_again(link)
         if self.request.verify:
