@@ -99,6 +99,14 @@ def test_parts_of_large_outputs() -> None:
     assert [one.parts for batch in made for one in batch] == [(2, 1), (5, 2), (7, 1)]
 
 
+def test_large_outputs_are_begun_first() -> None:
+    """The largest is joined and read back while others are made; small ones stay in the plan's order."""
+    sizes = {"a": 2, "b": 33, "c": 5, "d": 40, "e": 1}
+    files = [OutputFile(name, (Literal(bytes(size * MIB)),)) for name, size in sizes.items()]
+    made = tasks(index_of(plan(*files)), task_bytes=MIB)
+    assert [one.name for batch in made for one in batch] == ["d", "b", "a", "c", "e"]
+
+
 class Whole(Ranges):
     """Sources in memory."""
 

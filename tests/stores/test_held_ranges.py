@@ -310,14 +310,18 @@ def test_blocks_of_a_copy_that_rotted_are_not_shared(xfs: Path, tmp_path: Path) 
 
 
 @pytest.mark.botocore
-def test_a_form_is_made_of_the_shards_that_lie_there(store: S3Store, tmp_path: Path) -> None:
-    """Byte for byte what `ckptd convert` makes, of which little crosses the network."""
-    scene = Scene(tmp_path / "scene", write_large(tmp_path / "shards"))
+@pytest.mark.parametrize("are_here", [True, False])
+def test_a_form_is_made_of_the_shards_that_lie_there(store: S3Store, tmp_path: Path, are_here: bool) -> None:
+    """Byte for byte what `ckptd convert` makes, of which little is sent; `are_here`: the shards, on the
+    node."""
+    shards = write_large(tmp_path / "shards")
+    scene = Scene(tmp_path / "scene", shards)
     scene.ground = scene.node.attached(store)
     assert scene.node.upload(scene.ground, scene.node.order(scene.node.sealed())).outcome == "committed"
-    result = scene.upload(scene.order(UNIVERSAL))
+    order = scene.order(UNIVERSAL) if are_here else scene.order_from_remote(UNIVERSAL)
+    result = scene.upload(order)
     assert result.outcome == "committed"
-    report = convert(scene.shards, tmp_path / "made", ConvertOptions())
+    report = convert(shards, tmp_path / "made", ConvertOptions())
     made = {
         str(path.relative_to(tmp_path / "made")): summed(path.read_bytes())
         for path in (tmp_path / "made").rglob("*")

@@ -15,12 +15,13 @@ from ckptd.conversion.parts import Literal, Part, Range, decode, ranges_of
 from ckptd.conversion.plan import MAX_LINE_BYTES, Header, PlanReader, trailer_of
 from ckptd.conversion.reader import pieces
 from ckptd.errors import DamagedError
-from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout
+from ckptd.storage.stores.s3.parts import LEAST_PART_BYTES, PartLayout, held_parts, layout_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from ckptd.conversion.plan import Trailer
+    from ckptd.conversion.remote.uploader import HeldSources
 
 
 # --- Homes: the workers that hold the sources of an output --------------------------------------------
@@ -41,6 +42,8 @@ class PlanLine:
 Home = frozenset[str]
 ANYWHERE: Home = frozenset()
 MAX_PARTS = 10_000
+LARGE_BYTES = 32 << 20
+"""Size from which outputs are begun first."""
 SAVED_BYTES = 1 << 20
 """Bytes that a split by holders must save before one request becomes several."""
 
@@ -147,7 +150,8 @@ class CutLayout:
     """Describe how outputs are cut into parts, and who holds each source.
 
     `part_bytes`: by an output's size that of its parts, where the destination joins them; `parts_of`: what an
-    item is made of; `holders`: by source who holds it; `begun`: cuts of uploads that were begun, by name.
+    item is made of; `holders`: by source who holds it; `begun`: cuts of uploads that were begun, by name;
+    `held`: the sources, where the destination's server copies parts from them.
     """
 
     def __init__(
@@ -156,7 +160,9 @@ class CutLayout:
         parts_of: Callable[[PlanLine], Iterable[Part]] = lambda _: (),
         holders: Mapping[int, Home] | None = None,
         begun: Mapping[str, PartLayout] | None = None,
+        held: HeldSources | None = None,
     ) -> None:
+        self._held = held
         self._part_bytes = part_bytes
         self._parts_of = parts_of
         self._holders = holders or {}
@@ -173,8 +179,19 @@ class CutLayout:
         if self._part_bytes is None or not name:
             return None
         even = PartLayout(item.nbytes, self._part_bytes(item.nbytes))
+        copied = self._copied(item, even.part_bytes)
+        if copied is not None:
+            return copied
         borders = self._borders(item, even) if is_alone and self._holders else ()
         return replace(even, borders=borders) if borders or even.parts > 1 else None
+
+    def _copied(self, item: PlanLine, part_bytes: int) -> PartLayout | None:
+        """Return the parts of which the server copies some; None: it can copy none."""
+        if self._held is None or item.nbytes < LEAST_PART_BYTES:
+            return None
+        held = held_parts(self._held.ranges_of(self._parts_of(item)), item.nbytes)
+        layout = layout_with(held, item.nbytes, part_bytes)
+        return layout if held and layout.parts <= MAX_PARTS else None
 
     def _borders(self, item: PlanLine, even: PartLayout) -> tuple[int, ...]:
         runs = self._runs(item)
@@ -402,12 +419,18 @@ def _by_parts(
         numbers = numbers[run:]
 
 
-def _groups(index: Index) -> Iterator[list[PlanLine]]:
-    """Items in the order of the plan; those that belong together where the first of them is."""
+def _groups(index: Index) -> list[list[PlanLine]]:
+    """Return items that belong together: large ones first, else where the first of them is in the plan.
+
+    An upload of many parts is joined and may be read back when all are there, by one worker: others must
+    have work then.
+    """
     members: dict[int, list[PlanLine]] = {}
     for number, first in enumerate(index.together):
         members.setdefault(first, []).append(index.items[number])
-    yield from members.values()
+    largest = {first: max(item.nbytes for item in items) for first, items in members.items()}
+    order = sorted(members, key=lambda first: -largest[first] if largest[first] >= LARGE_BYTES else 0)
+    return [members[first] for first in order]
 
 
 class _Shared:

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from ckptd.conversion.cluster.grouping import ANYWHERE, CutLayout, parts_of, tasks_of
 from ckptd.conversion.cluster.messages import OutputProof, Task, TaskSource, UploadPiece
-from ckptd.conversion.cluster.uploader import shares_uploads, upload_of
+from ckptd.conversion.cluster.uploader import held_for, shares_uploads, upload_of
 from ckptd.conversion.parts import ranges_of
 from ckptd.errors import TargetExists
 from ckptd.storage.stores.s3.uploads import part_size
@@ -90,7 +90,8 @@ class TaskBuilder:
             {n: i.nbytes for i in self._index.items for n in i.names},
         )
         begun = {name: upload_of(t, sizes[name]).cuts for name, t in self._note.progress.uploads.items()}
-        return CutLayout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun)
+        held = held_for(self._job, store, self._known)
+        return CutLayout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun, held)
 
     def _parts_of(self, item: PlanLine) -> tuple[Part, ...]:
         return parts_of(self._line(item))

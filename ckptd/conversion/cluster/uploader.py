@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckptd.conversion.cluster.grouping import clipped, parts_of
 from ckptd.conversion.cluster.memory import HELD_BYTES
 from ckptd.conversion.cluster.messages import DoneOutput, Parts, SentPart, UploadPiece
-from ckptd.conversion.remote.uploader import PartsSource
+from ckptd.conversion.remote.uploader import PartsSource, held_sources
 from ckptd.errors import (
     RemoteUnreachable,
     SourceChanged,
@@ -23,19 +23,20 @@ from ckptd.errors import (
 from ckptd.storage.stores.checksums import crc64_combined, from_hex, to_hex
 from ckptd.storage.stores.parallel import FailFastPool, crc_of
 from ckptd.storage.stores.retrying import briefly
-from ckptd.storage.stores.s3.parts import send_range
+from ckptd.storage.stores.s3.parts import PartCopier, held_parts, send_range
 from ckptd.storage.stores.s3.store import S3Store
 from ckptd.storage.stores.s3.uploads import shared_upload
 from ckptd.storage.stores.sources import WrappedSource, crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Mapping
 
-    from ckptd.conversion.cluster.messages import ClusterJob, Join, OutputProof
+    from ckptd.conversion.cluster.messages import ClusterJob, Join, OutputProof, TaskSource
     from ckptd.conversion.parts import Part
     from ckptd.conversion.reader import Ranges
+    from ckptd.conversion.remote.uploader import HeldSources
     from ckptd.storage.stores.base import Store
-    from ckptd.storage.stores.s3.parts import MultipartUpload
+    from ckptd.storage.stores.s3.parts import MultipartUpload, SentRange
 
 
 def upload_of(token: str, nbytes: int) -> MultipartUpload:
@@ -59,7 +60,8 @@ def shares_uploads(store: Store) -> S3Store | None:
 class Unit:
     """One request's worth: an output, or one part (`number`) of it; `begin` and `end` in the output."""
 
-    piece: UploadPiece
+    pieces: tuple[UploadPiece, ...]
+    """The output under each of its names."""
     number: int
     begin: int
     end: int
@@ -68,17 +70,20 @@ class Unit:
     """Bytes that `parts` make before `begin`."""
 
 
-def units_of(piece: UploadPiece) -> list[Unit]:
-    """Split a piece into the units that it is uploaded as."""
-    whole = parts_of(piece.line)
-    spans = [(0, 0, piece.nbytes)]
-    if piece.token:
-        cuts = upload_of(piece.token, piece.nbytes).cuts
-        spans = [(n, begin, begin + length) for n in piece.parts for begin, length in [cuts.range_of(n)]]
+def units_of(pieces: Iterable[UploadPiece]) -> list[Unit]:
+    """Split pieces into the units that they are uploaded as; names of one output share theirs."""
+    named: dict[tuple[str, int, int, int], list[UploadPiece]] = {}
+    for piece in pieces:
+        spans = [(0, 0, piece.nbytes)]
+        if piece.token:
+            cuts = upload_of(piece.token, piece.nbytes).cuts
+            spans = [(n, begin, begin + length) for n in piece.parts for begin, length in [cuts.range_of(n)]]
+        for span in spans:
+            named.setdefault((piece.line, *span), []).append(piece)
     found = []
-    for number, begin, end in spans:
-        parts, skip = clipped(whole, begin, end)
-        found.append(Unit(piece=piece, number=number, begin=begin, end=end, parts=parts, skip=skip))
+    for (line, number, begin, end), ones in named.items():
+        parts, skip = clipped(parts_of(line), begin, end)
+        found.append(Unit(pieces=tuple(ones), number=number, begin=begin, end=end, parts=parts, skip=skip))
     return found
 
 
@@ -89,7 +94,7 @@ class _Slice(WrappedSource):
         super().__init__(made)
         self._shift = unit.begin - unit.skip
         self._begin, self._end = unit.begin, unit.end
-        self.size_bytes: int = unit.piece.nbytes
+        self.size_bytes: int = unit.pieces[0].nbytes
         self._data: bytearray | None = None
         if is_held:
             # servers that check a checksum on arrival want it first: bytes from afar would be fetched twice
@@ -116,14 +121,35 @@ class _Slice(WrappedSource):
     peek_into = read_into
 
 
+def _crc_of(unit: Unit, source: _Slice) -> int:
+    return crc64_of(source, unit.begin, unit.end - unit.begin)
+
+
+def held_for(job: ClusterJob, store: Store, sources: Mapping[int, TaskSource]) -> HeldSources | None:
+    """Return the sources of a job as objects that the server of its target copies; None: it does not."""
+    if not isinstance(store, S3Store) or not store.copies:
+        return None
+    source, target = (job.source_url, job.source_access), (job.target_url, job.target_access)
+    return held_sources(source, target, {number: one.name for number, one in sources.items()})
+
+
 class PieceUploader:
     """One task's outputs; its methods may run side by side."""
 
-    def __init__(self, job: ClusterJob, store: Store, ranges: Ranges, check_stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        job: ClusterJob,
+        store: Store,
+        ranges: Ranges,
+        sources: Mapping[int, TaskSource],
+        check_stop: Callable[[], None],
+    ) -> None:
         self._job = job
         self._store = store
         self._ranges = ranges
         self._command = check_stop
+        self._held = held_for(job, store, sources)
+        self._copier = PartCopier(store) if isinstance(store, S3Store) else None
         self.lanes = FailFastPool()
         self.done: list[DoneOutput] = []
         self.parts: list[Parts] = []
@@ -133,17 +159,10 @@ class PieceUploader:
         self.lanes.check()
 
     def send(self, unit: Unit) -> None:
-        """An output whole, or one part of it."""
-        piece = unit.piece
-        if unit.number:
-            self._send_part(unit)
-            return
-        key = f"{self._job.target_name}/{piece.path}"
-        crc = self._crc_of(unit) if piece.is_there else 0
-        resumed = piece.is_there and self._is_there(key, piece.nbytes, crc)
-        if not resumed:
-            crc = self._send_whole(key, unit)
-        self.done.append(DoneOutput(path=piece.path, nbytes=piece.nbytes, crc64=to_hex(crc), resumed=resumed))
+        """An output whole, or one part of it, under each of its names; what is held is made once for all."""
+        source = self._source(unit)
+        send = partial(self._send_part if unit.number else self._send_whole, unit, source)
+        FailFastPool().run(len(unit.pieces), unit.pieces, send, name="name")
 
     def _source(self, unit: Unit) -> _Slice:
         modes = self._job.file_mode, self._job.folder_mode
@@ -152,9 +171,16 @@ class PieceUploader:
         is_held = shares_uploads(self._store) is not None and unit.end - unit.begin <= HELD_BYTES
         return _Slice(made, unit, is_held=is_held)
 
-    def _send_whole(self, key: str, unit: Unit) -> int:
-        store, nbytes = self._store, unit.piece.nbytes
-        source = self._source(unit)
+    def _send_whole(self, unit: Unit, source: _Slice, piece: UploadPiece) -> None:
+        key = f"{self._job.target_name}/{piece.path}"
+        crc = _crc_of(unit, source) if piece.is_there else 0
+        resumed = piece.is_there and self._is_there(key, piece.nbytes, crc)
+        if not resumed:
+            crc = self._send_new(key, unit, source)
+        self.done.append(DoneOutput(path=piece.path, nbytes=piece.nbytes, crc64=to_hex(crc), resumed=resumed))
+
+    def _send_new(self, key: str, unit: Unit, source: _Slice) -> int:
+        store, nbytes = self._store, source.size_bytes
 
         def send() -> int:
             self._check_stop()
@@ -163,7 +189,7 @@ class PieceUploader:
                 store.verify(key, nbytes, crc, lambda _: self._check_stop())
             except TargetExists:
                 # this task was begun elsewhere before, or an answer was lost: these bytes, or none of ours
-                crc = self._crc_of(unit)
+                crc = _crc_of(unit, source)
                 if not self._is_there(key, nbytes, crc):
                     store.delete(key)
                     raise
@@ -174,9 +200,6 @@ class PieceUploader:
 
         return briefly(send, VerifyError, RemoteUnreachable, TargetExists)()
 
-    def _crc_of(self, unit: Unit) -> int:
-        return crc64_of(self._source(unit), unit.begin, unit.end - unit.begin)
-
     def _is_there(self, key: str, nbytes: int, crc: int) -> bool:
         try:
             self._store.verify(key, nbytes, crc, lambda _: self._check_stop())
@@ -184,15 +207,22 @@ class PieceUploader:
             return False
         return True
 
-    def _send_part(self, unit: Unit) -> None:
-        piece, store = unit.piece, shares_uploads(self._store)
-        if store is None:
+    def _send_part(self, unit: Unit, source: _Slice, piece: UploadPiece) -> None:
+        store, copier = shares_uploads(self._store), self._copier
+        if store is None or copier is None:
             raise StorageError(f"{self._store.url} joins no parts")
         self._check_stop()
         key = f"{self._job.target_name}/{piece.path}"
         request = {"UploadId": upload_of(piece.token, piece.nbytes).upload_id, "PartNumber": unit.number}
         span = unit.begin, unit.end - unit.begin
-        answer = briefly(send_range, RemoteUnreachable)(store, key, self._source(unit), span, request)
+        ranges = self._held.ranges_of(unit.parts, unit.begin - unit.skip) if self._held is not None else ()
+        held = held_parts(ranges, piece.nbytes)
+
+        def put() -> SentRange:
+            sent = copier.copy(key, source, span, request, held)
+            return sent if sent is not None else send_range(store, key, source, span, request)
+
+        answer = briefly(put, RemoteUnreachable)()
         md5 = answer.md5.hex() if answer.md5 is not None else ""
         sent = SentPart(number=unit.number, etag=answer.etag, crc64=to_hex(answer.crc), md5=md5)
         self.parts.append(Parts(path=piece.path, parts=(sent,)))

@@ -264,8 +264,8 @@ class _Work:
         self._check_note(ends.target)
         if job.rounds:
             _use_numpy()
-        units = [unit for piece in task.pieces for unit in uploader.units_of(piece)]
-        units.sort(key=lambda unit: unit.begin)  # an output's second name reads what its first one just read
+        units = uploader.units_of(task.pieces)
+        units.sort(key=lambda unit: unit.begin)
         spans = spans_of(self._ranges(units))
         with ExitStack() as stack:
             place = self._place(ends.source, stack)
@@ -276,7 +276,7 @@ class _Work:
             stack.callback(extents.close)
             for line in task.checks:
                 self._compare(line, extents)
-            sender = uploader.PieceUploader(job, ends.target, extents, self.check_stop)
+            sender = uploader.PieceUploader(job, ends.target, extents, self.sources, self.check_stop)
             work = [partial(sender.send, unit) for unit in units]
             work += [partial(sender.join, join) for join in task.joins]
             work += [partial(sender.prove, proof) for proof in task.proofs]

@@ -18,7 +18,7 @@ from ckptd.conversion.engine.executor_child import Execution, Request, serve
 from ckptd.conversion.plan import OutputLink, PlanReader
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import RemoteFile
-from ckptd.conversion.remote.uploader import Target, Uploader
+from ckptd.conversion.remote.uploader import HeldSources, Target, Uploader, held_sources
 from ckptd.errors import CkptdError, SourceChanged
 from ckptd.storage.child.apart import open_apart
 from ckptd.storage.stores.access import Access
@@ -61,6 +61,7 @@ class RangedExecution(Execution):
         self.ends = ends
         self.remote: RemoteRanges | None = None
         self.target: Target | None = None
+        self.held: HeldSources | None = None
         self.links: dict[str, tuple[str, ...]] = {}
         if ends.target_url:
             access = Access(**ends.target_access)
@@ -103,9 +104,11 @@ class RangedExecution(Execution):
         for source in plan.header.sources:
             if source.path not in allowed or source.path not in known:
                 raise SourceChanged(f"the plan names {source.path}, which was not listed")
-        url = self.ends.source_url
-        store = open_apart(url, url, Access(**self.ends.source_access))
+        url, access = self.ends.source_url, Access(**self.ends.source_access)
+        store = open_apart(url, url, access)
         wanted = [known[source.path] for source in plan.header.sources]
+        target = self.ends.target_url, Access(**self.ends.target_access)
+        self.held = held_sources((url, access), target, {n: file.key for n, file in enumerate(wanted)})
         self.remote = RemoteRanges(store, wanted, cache_bytes=CACHE_BYTES, check_stop=self.check_stop)
         return self.remote
 
@@ -128,7 +131,7 @@ class RangedExecution(Execution):
         """One thread's worker."""
         if self.target is None:
             return super().worker(number)
-        return Uploader(self.target, self.sources, self.links, self.counters, self.check_stop)
+        return Uploader(self.target, self.sources, self.links, self.counters, self.check_stop, self.held)
 
     def name_again(self, link: OutputLink) -> None:
         """Make the second name in a folder; a store got it together with its target."""

@@ -19,11 +19,10 @@ from ckptd.conversion.engine.staging import list_source
 from ckptd.conversion.engine.supervisor import numpy_for, origin_of, plan_request, write_plan
 from ckptd.conversion.options import ConvertOptions, parse_form
 from ckptd.conversion.outputs import Outputs, description_of
-from ckptd.conversion.parts import Range
 from ckptd.conversion.reader import SourceFiles, refuse_unequal
 from ckptd.conversion.remote.reader import RemoteRanges
 from ckptd.conversion.remote.source import make_mirror, of_commit
-from ckptd.conversion.remote.uploader import PartsSource
+from ckptd.conversion.remote.uploader import HeldSources, PartsSource
 from ckptd.core.model.generation import objects_of
 from ckptd.core.model.layouts import Role, parse_shard_name
 from ckptd.core.model.records import UNIVERSAL, ZERO, Comparison
@@ -35,7 +34,6 @@ from ckptd.storage.remote.documents import manifests_of_commit, read_commit, rea
 from ckptd.storage.remote.messages import Planned, UploadFile
 from ckptd.storage.remote.transfer import CannotBeMade, changed
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.base import HeldRange
 from ckptd.storage.stores.checksums import from_hex
 from ckptd.storage.stores.sources import CheckedSource, FileSource, MemorySource, crc64_of, records_of
 
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from ckptd.storage.remote import transfer
     from ckptd.storage.remote.messages import Committed, DeriveRequest, UploadRequest
     from ckptd.storage.remote.transfer import TransferControl
-    from ckptd.storage.stores.base import Source, Store
+    from ckptd.storage.stores.base import HeldRange, Source, Store
 
 
 ALONE_BYTES = 72 << 20
@@ -77,7 +75,7 @@ class DerivedUpload:
         self._ranges = ranges
         self._folder = folder
         self._recheck = recheck
-        self._keys = keys
+        self._held = HeldSources(dict(enumerate(keys)))
         room = (making.memory_bytes - ALONE_BYTES - held_bytes) // LANE_BYTES
         self.most_lanes = max(1, min(MOST_LANES, room))
         self._description = description_of(outputs.header, outputs.trailer)
@@ -115,14 +113,9 @@ class DerivedUpload:
     def held(self, file: UploadFile) -> tuple[HeldRange, ...]:
         """Return the ranges of an output that are ranges of shards which the remote holds."""
         path = file.path.removeprefix(self._below)
-        if not self._keys or path == DESCRIPTION:
+        if not self._held.keys or path == DESCRIPTION:
             return ()
-        found, at = [], 0
-        for part in self._outputs.output(path).parts:
-            if isinstance(part, Range) and (key := self._keys[part.source]):
-                found.append(HeldRange(offset=at, length=part.nbytes, key=key, key_offset=part.offset))
-            at += part.nbytes
-        return tuple(found)
+        return self._held.ranges_of(self._outputs.output(path).parts)
 
     def why_changed(self, _file: UploadFile) -> str | None:
         """The shards are compared once, when all is sent: an output is of many of them."""
@@ -411,7 +404,8 @@ def _of_objects(
     assert manifest.source is not None
     update = {"source": manifest.source.model_copy(update={"fingerprints": fingerprints})}
     order = order.model_copy(update={"manifest": manifest.model_copy(update=update)})
-    made = DerivedUpload(order, making, outputs, ranges, folder, recheck_objects, cache_bytes)
+    keys = [file.key for file in wanted]
+    made = DerivedUpload(order, making, outputs, ranges, folder, recheck_objects, cache_bytes, keys)
     control.on_planned(made.planned)
     made.compare(control, lambda: ranges.prove(everything=False))
     return made

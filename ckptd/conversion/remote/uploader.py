@@ -14,26 +14,64 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from ckptd.base.names import DESCRIPTION
 from ckptd.conversion.parts import Literal, Part, Range
 from ckptd.conversion.reader import blocks_of, pieces, refuse_unequal
 from ckptd.errors import CkptdError, RemoteUnreachable, SourceChanged, TargetExists, VerifyError
-from ckptd.storage.stores.open import is_s3
+from ckptd.storage.stores.base import HeldRange
+from ckptd.storage.stores.open import is_s3, is_same_server
 from ckptd.storage.stores.retrying import briefly
 from ckptd.storage.stores.sources import crc64_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ckptd.conversion.engine.writer import Counters
     from ckptd.conversion.plan import OutputCheck, OutputFile
     from ckptd.conversion.reader import Ranges
+    from ckptd.storage.stores.access import Access
     from ckptd.storage.stores.base import Progress, Store
 
 NOTE = "ckptd-partial.json"
 PIECE_BYTES = 4 << 20
 MOST_CURSORS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSources:
+    """Say which objects of a target's server hold the sources of a plan: keys by number; `bucket` as
+    `HeldRange`."""
+
+    keys: Mapping[int, str]
+    bucket: str = ""
+
+    def ranges_of(self, parts: Iterable[Part], begin: int = 0) -> tuple[HeldRange, ...]:
+        """Return what of an output, whose bytes from `begin` on these parts make, lies in them."""
+        found, at = [], begin
+        for part in parts:
+            if isinstance(part, Range) and (key := self.keys.get(part.source)):
+                one = HeldRange(
+                    offset=at, length=part.nbytes, key=key, key_offset=part.offset, bucket=self.bucket
+                )
+                found.append(one)
+            at += part.nbytes
+        return tuple(found)
+
+
+def held_sources(
+    source: tuple[str, Access], target: tuple[str, Access], keys: Mapping[int, str]
+) -> HeldSources | None:
+    """Return the sources as objects that the target's server can copy; None: it does not hold them.
+
+    `source`, `target`: URL and access of a store; `keys`: of the sources, in their store.
+    """
+    if not is_same_server(source, target):
+        return None
+    parts = urlsplit(source[0])
+    above = f"{parts.path.strip('/')}/"
+    return HeldSources({number: above + key for number, key in keys.items()}, parts.netloc)
 
 
 @dataclass(slots=True)
@@ -252,12 +290,15 @@ class Uploader:
         links: Mapping[str, tuple[str, ...]],
         counters: Counters,
         check_stop: Callable[[], None],
+        held: HeldSources | None = None,
     ) -> None:
+        """`held`: the sources, where the target's server holds them."""
         self._target = target
         self._ranges = ranges
         self._links = links
         self._counters = counters
         self._check_stop = check_stop
+        self._held = held
 
     def make(self, output: OutputFile) -> None:
         """Send one output under each of its names, verified when it returns."""
@@ -292,6 +333,8 @@ class Uploader:
         target, key = self._target, f"{self._target.name}/{path}"
         source = self._source(output, counts=counts)
         target.made.add(path)
+        is_copied = self._held is not None and target.store.copies
+        held = self._held.ranges_of(output.parts) if self._held is not None and is_copied else ()
 
         def moving(progress: Progress) -> None:
             self._check_stop()
@@ -299,9 +342,11 @@ class Uploader:
                 target.began(path, progress.token)
 
         def send() -> None:
+            nonlocal held
             self._check_stop()
+            copied, held = held, ()  # what the server made otherwise is sent
             try:
-                crc = target.store.upload(key, source, resume=None, on_progress=moving)
+                crc = target.store.upload(key, source, resume=None, on_progress=moving, held=copied)
                 target.ended(path)
                 target.store.verify(key, output.nbytes, crc, lambda _: self._check_stop())
             except (VerifyError, RemoteUnreachable):

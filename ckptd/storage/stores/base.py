@@ -117,6 +117,8 @@ class HeldRange:
     length: int
     key: str
     key_offset: int
+    bucket: str = ""
+    """S3 bucket in which `key` is a whole key; "": `key` is one of the store's."""
 
 
 class Source(Protocol):

@@ -35,6 +35,14 @@ def is_s3(url: str) -> bool:
     return url.startswith("s3://")
 
 
+def is_same_server(one: tuple[str, Access], other: tuple[str, Access]) -> bool:
+    """Tell whether one S3 server, asked as the same user, holds both places (URL, access)."""
+    keys = ("client", "storage_options", "endpoint", "region", "credentials", "role_arn", "external_id")
+    (url, access), (other_url, other_access) = one, other
+    is_same = all(getattr(access, key) == getattr(other_access, key) for key in keys)
+    return is_s3(url) and is_s3(other_url) and is_same
+
+
 def ancestors(url: str) -> list[str]:
     """Return the URL, or absolute path, and those above it that can be the root of a remote."""
     if "://" not in url:

@@ -110,7 +110,7 @@ def held_parts(held: Iterable[HeldRange], size_bytes: int) -> tuple[HeldRange, .
     joined: list[HeldRange] = []
     for one in sorted(held, key=lambda one: one.offset):
         last = joined[-1] if joined else None
-        if last is not None and _ends_at(last) == (one.offset, one.key, one.key_offset):
+        if last is not None and _ends_at(last) == (one.offset, one.bucket, one.key, one.key_offset):
             joined[-1] = replace(last, length=last.length + one.length)
         elif one.length > 0:
             joined.append(one)
@@ -129,8 +129,8 @@ def held_parts(held: Iterable[HeldRange], size_bytes: int) -> tuple[HeldRange, .
     return tuple(found)
 
 
-def _ends_at(one: HeldRange) -> tuple[int, str, int]:
-    return one.offset + one.length, one.key, one.key_offset + one.length
+def _ends_at(one: HeldRange) -> tuple[int, str, str, int]:
+    return one.offset + one.length, one.bucket, one.key, one.key_offset + one.length
 
 
 def layout_with(held: Sequence[HeldRange], size_bytes: int, part_bytes: int) -> PartLayout:
@@ -209,7 +209,7 @@ class Sending:
         self._source = source
         self._upload = upload
         self._held = held
-        self._failed_copies = 0
+        self._copier = PartCopier(store)
         self._room = room
         self._place = turns.following()
         self._on_progress = on_progress
@@ -232,7 +232,7 @@ class Sending:
         counted = _CountedSource(self._source, lambda end: self._moved(number, end - begin))
         request = {"UploadId": self._upload.upload_id, "PartNumber": number}
         with self._place(), self._room:
-            sent = self._copy((begin, length), request)
+            sent = self._copier.copy(self._key, self._source, (begin, length), request, self._held)
             if sent is None:
                 sent = send_range(self._store, self._key, counted, (begin, length), request)
         self._source.drop(begin, length)
@@ -245,38 +245,6 @@ class Sending:
             upload.close_gap()
             self._tell()
 
-    def _copy(self, span: tuple[int, int], request: dict[str, Any]) -> SentRange | None:
-        """Let the server copy a part from an object that it holds; None: it is to be sent.
-
-        The part is read here all the same: its checksums say whether the server copied the same bytes.
-        """
-        begin, length = span
-        end = begin + length
-        one = next((h for h in self._held if h.offset <= begin and end <= h.offset + h.length), None)
-        if one is None:
-            return None
-        store, number = self._store, request["PartNumber"]
-        md5 = hashlib.md5(usedforsecurity=False) if store.wants_md5 else None
-        crc = crc64_of(self._source, begin, length, drops=True, also=md5.update if md5 else None)
-        first = one.key_offset + begin - one.offset
-        with store.asking(f"copying part {number} of {self._key}"):
-            try:
-                answer = store.client.upload_part_copy(
-                    **store.place(self._key),
-                    **request,
-                    CopySource={"Bucket": store.bucket, "Key": store.place(one.key)["Key"]},
-                    CopySourceRange=f"bytes={first}-{first + length - 1}",
-                )["CopyPartResult"]
-            except store.client.exceptions.ClientError as error:
-                # if the server takes nothing at all, sending the part says so
-                self._failed_copies += 1
-                if sc.is_refused(error) or self._failed_copies >= _TRIES:
-                    self._held = ()
-                return None
-        sent = SentRange(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
-        is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
-        return sent if is_same and _is_intact(store, sent, number) else None
-
     def _moved(self, number: int, count: int) -> None:
         self._lanes.check()
         with self._lock:
@@ -286,6 +254,58 @@ class Sending:
     def _tell(self) -> None:
         """The lock is held: what is told as durable never goes back."""
         self._on_progress(self._upload.progress(sum(self._moving.values())))
+
+
+class PartCopier:
+    """Lets the server copy parts from objects that it holds, until it takes none or fails three times.
+
+    Safe for several threads.
+    """
+
+    def __init__(self, store: S3Bucket) -> None:
+        self._store = store
+        self._failures = 0
+        self._is_over = False
+
+    def copy(
+        self,
+        key: str,
+        source: Source,
+        span: tuple[int, int],
+        request: dict[str, Any],
+        held: Sequence[HeldRange],
+    ) -> SentRange | None:
+        """Copy (offset, length) as the part that `request` names; None: it is to be sent.
+
+        `held`: what the server holds of the object that is written. The part is read here all the same: its
+        checksums say whether the server copied the same bytes.
+        """
+        begin, length = span
+        end = begin + length
+        one = next((h for h in held if h.offset <= begin and end <= h.offset + h.length), None)
+        if one is None or self._is_over:
+            return None
+        store, number = self._store, request["PartNumber"]
+        md5 = hashlib.md5(usedforsecurity=False) if store.wants_md5 else None
+        crc = crc64_of(source, begin, length, drops=True, also=md5.update if md5 else None)
+        first = one.key_offset + begin - one.offset
+        origin = {"Bucket": one.bucket, "Key": one.key} if one.bucket else store.place(one.key)
+        with store.asking(f"copying part {number} of {key}"):
+            try:
+                answer = store.client.upload_part_copy(
+                    **store.place(key),
+                    **request,
+                    CopySource=origin,
+                    CopySourceRange=f"bytes={first}-{first + length - 1}",
+                )["CopyPartResult"]
+            except store.client.exceptions.ClientError as error:
+                # if the server takes nothing at all, sending the part says so
+                self._failures += 1
+                self._is_over |= sc.is_refused(error) or self._failures >= _TRIES
+                return None
+        sent = SentRange(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
+        is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
+        return sent if is_same and _is_intact(store, sent, number) else None
 
 
 class _CountedSource(WrappedSource):

@@ -15,11 +15,11 @@ from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertOptions
 from ckptd.conversion.remote import derive
 from ckptd.core.model.manifest import DerivedSource, folder_name
-from ckptd.core.model.records import UNIVERSAL
+from ckptd.core.model.records import UNIVERSAL, ZERO
 from ckptd.errors import DamagedError, SourceChanged
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.remote.documents import read_commit, read_generation
-from ckptd.storage.remote.messages import DeriveRequest, Planned, UploadedObject, UploadRequest
+from ckptd.storage.remote.messages import Committed, DeriveRequest, Planned, UploadedObject, UploadRequest
 from ckptd.storage.remote.transfer import sealed
 from ckptd.storage.stores.rate_limit import Cancelled
 from tests.stores.memory import MemoryStore
@@ -75,6 +75,15 @@ class Scene:
                 "making": making_.model_copy(update=changes),
             }
         )
+
+    def order_from_remote(self, form: str) -> UploadRequest:
+        """As `order`, of a node that has no shard any more: of those that the remote's COMMIT lists."""
+        zero = read_commit(self.ground.store, (self.node.tag, 1, ZERO))
+        assert zero is not None
+        committed = Committed(sha256=zero.sha256, takeover_seconds=30.0)
+        order = self.order(form, zero=committed, sealed=())
+        shutil.rmtree(self.shards)
+        return order
 
     def upload(self, order: UploadRequest, **changes: Any) -> UploadResult:
         control = replace(self.node.control(), on_planned=self.node.events.append, **changes)
