@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.stores, pytest.mark.full]
 
 
 def test_small() -> None:
-    """One and two workers: the wire carries each byte once each way; placed ones read their disks, copied parts are sent
-    by nobody."""
+    """One and two workers: the wire carries each byte once each way; placed ones read their disks, and
+    copied parts are sent by nobody."""
     command = [sys.executable, "-m", "bench.cluster", "--small"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -29,11 +29,12 @@ from ckptd.errors import (
     RefusedError,
     RemoteNotOurs,
     RemoteUnreachable,
+    VerifyError,
 )
 from ckptd.storage.remote.commit import upload_form
 from ckptd.storage.stores import sftp_session
 from ckptd.storage.stores.access import Access
-from ckptd.storage.stores.base import Progress, ResumePoint
+from ckptd.storage.stores.base import HeldRange, Progress, ResumePoint
 from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.fsspec_protocol import open_files
 from ckptd.storage.stores.fsspec_store import FilesStore
@@ -42,6 +43,7 @@ from ckptd.storage.stores.sources import MemorySource
 from tests.stores import servers
 from tests.stores.conformance import DATA, WINDOW_BYTES, Meter, StoreConformance, send
 from tests.stores.sshd import Sshd, make_key, needs_sshd, sshd
+from tests.stores.test_held_ranges import put, whole, write_large
 from tests.unit.storage.remote.test_making import Scene
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 
 @pytest.fixture(scope="module")
 def lesser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    denied = "hardlink,posix-rename,fsync,statvfs"
+    denied = "hardlink,posix-rename,fsync,statvfs,copy-data"
     with sshd(tmp_path_factory.mktemp("lesser"), denied=denied) as server:
         yield server
 
@@ -119,6 +121,72 @@ class TestSftpWithoutExtensions(StoreConformance):
         opened = store_at(lesser, monkeypatch)
         yield opened
         opened.close()
+
+
+MIB = 1 << 20
+OLD = secrets.token_bytes(20 * MIB + 77)
+"""More than the server is asked to copy at a time."""
+NEW = OLD[: 2 * MIB] + secrets.token_bytes(3 * MIB) + OLD[5 * MIB :]
+HELD = (
+    HeldRange(offset=0, length=2 * MIB, key="a/old", key_offset=0),
+    HeldRange(offset=5 * MIB, length=len(OLD) - 5 * MIB, key="a/old", key_offset=5 * MIB),
+)
+
+
+@needs_sshd
+def test_what_the_server_holds_is_copied_there(running: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(running, monkeypatch)
+    assert store.probe().copies
+    assert store.copies
+    put(store, "a/old", OLD)
+    sent_bytes, proof = put(store, "b/new", NEW, *HELD)
+    assert (sent_bytes, proof) == (3 * MIB, "read-back")
+    assert whole(store, "b/new", len(NEW)) == NEW
+    assert whole(store, "a/old", len(OLD)) == OLD
+
+
+@needs_sshd
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_the_server_does_not_copy_is_sent(
+    running: Sshd, lesser: Sshd, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    """It knows no such request, or the file that it was to copy from is gone."""
+    store = store_at(running if is_gone else lesser, monkeypatch)
+    store.probe()
+    assert store.copies == is_gone
+    if not is_gone:
+        put(store, "a/old", OLD)
+    sent_bytes, _ = put(store, "b/new", NEW, *HELD)
+    assert sent_bytes == len(NEW)
+    assert whole(store, "b/new", len(NEW)) == NEW
+
+
+@needs_sshd
+def test_a_copy_of_other_bytes_is_seen(running: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_at(running, monkeypatch)
+    put(store, "a/old", OLD[:-1] + bytes([OLD[-1] ^ 1]))
+    with pytest.raises(VerifyError):
+        put(store, "b/new", NEW, *HELD)
+
+
+@needs_sshd
+@pytest.mark.parametrize("are_here", [True, False])
+def test_a_form_is_made_of_shards_that_the_server_holds(
+    running: Sshd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, are_here: bool
+) -> None:
+    scene = Scene(tmp_path / "scene", write_large(tmp_path / "shards"))
+    scene.ground = scene.node.attached(store_at(running, monkeypatch))
+    scene.ground.store.probe()
+    assert scene.node.upload(scene.ground, scene.node.order(scene.node.sealed())).outcome == "committed"
+    result = scene.upload(scene.order(UNIVERSAL) if are_here else scene.order_from_remote(UNIVERSAL))
+    assert result.outcome == "committed"
+    assert (result.bytes_sent < MIB, result.bytes_copied) == (True, 48 * MIB)
+    convert(tmp_path / "shards", tmp_path / "made", ConvertOptions())
+    head = folder_name(scene.node.tag, 1, UNIVERSAL)
+    for path in (p for p in (tmp_path / "made").rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        key = f"{head}/{path.relative_to(tmp_path / 'made')}"
+        assert whole(scene.ground.store, key, len(data)) == data
 
 
 @needs_sshd

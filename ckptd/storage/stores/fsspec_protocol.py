@@ -206,6 +206,10 @@ class _Sink:
         """Append; sent in blocks."""
         self._file.write(data)
 
+    def copy(self, path: str, offset: int, length: int) -> bool:  # noqa: ARG002
+        """Return False: services copy whole objects alone."""
+        return False
+
     def flush(self) -> bool:
         """Return False: nothing is durable before the end."""
         return False

@@ -28,8 +28,10 @@ from ckptd.storage.stores.base import (
     taken,
 )
 from ckptd.storage.stores.checksums import crc64 as crc64_of
+from ckptd.storage.stores.checksums import crc64_combined
 from ckptd.storage.stores.directory import is_ours
 from ckptd.storage.stores.retrying import briefly
+from ckptd.storage.stores.sources import crc64_of as range_crc64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +84,10 @@ class Sink(Protocol):
 
     def write(self, data: memoryview) -> None:
         """Append."""
+        ...
+
+    def copy(self, path: str, offset: int, length: int) -> bool:
+        """Have the server append a range of another of its files; False: write those bytes."""
         ...
 
     def flush(self) -> bool:
@@ -214,6 +220,14 @@ def explained(drive: FileConnection, what: str) -> Iterator[None]:
         raise named from error
 
 
+def _held_at(held: Sequence[HeldRange], offset: int, end: int) -> tuple[HeldRange | None, int]:
+    """Return the range that holds the byte at `offset`, and its end; None: the next one's begin, or `end`."""
+    for one in held:
+        if one.offset <= offset < one.offset + one.length:
+            return one, min(one.offset + one.length, end)
+    return None, min((one.offset for one in held if one.offset > offset), default=end)
+
+
 def quietly(action: Callable[[], object]) -> None:
     """Clean up after a failure that is being raised already."""
     with suppress(Exception):
@@ -224,6 +238,9 @@ def quietly(action: Callable[[], object]) -> None:
 
 _CHUNK_BYTES = 1 << 20
 _READ_BYTES = 4 << 20
+_COPIED_BYTES = 16 << 20
+"""Most that the server is asked to copy at a time: nothing moves meanwhile."""
+_LEAST_COPIED_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -253,6 +270,7 @@ class FilesStore(Store):
         self._owner = owner
         self._read_back = read_back
         self._window_bytes = window_bytes
+        self._copies = False
 
     @property
     def url(self) -> str:
@@ -272,10 +290,16 @@ class FilesStore(Store):
         """
         return self._lanes
 
+    @property
+    def copies(self) -> bool:
+        """Whether the server makes ranges of an upload of other files, and the result is read back."""
+        return self._copies
+
     def probe(self) -> Abilities:
         """Find out what the server does, by a small object of ours that is removed again."""
         path = self._path(f"_ckptd/probe~{secrets.token_hex(8)}")
         found = self._call("trying what the server can do", lambda drive: drive.probe(path))
+        self._copies = found.copies and self._read_back
         return found if self._read_back else replace(found, notes=(*found.notes, NOT_READ_BACK))
 
     def get(self, key: str) -> bytes | None:
@@ -373,7 +397,7 @@ class FilesStore(Store):
         *,
         resume: ResumePoint | None,
         on_progress: Callable[[Progress], None],
-        held: Sequence[HeldRange] = (),  # noqa: ARG002
+        held: Sequence[HeldRange] = (),
     ) -> int:
         """Write beside the name (services: into an unfinished upload), then give it the name."""
         path, what = self._path(key), f"writing {key}"
@@ -387,7 +411,8 @@ class FilesStore(Store):
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)
             try:
                 crc = resume.crc64 if resume is not None and start else 0
-                crc = self._pump(drive, sink, key, source, start, crc, on_progress)
+                wanted_ranges = [one for one in held if one.length >= _LEAST_COPIED_BYTES]
+                crc = self._pump(drive, sink, key, source, start, crc, on_progress, wanted_ranges)
                 with explained(drive, what):
                     is_new = sink.finish()
             except BaseException:
@@ -458,18 +483,33 @@ class FilesStore(Store):
         start: int,
         crc: int,
         on_progress: Callable[[Progress], None],
+        held: Sequence[HeldRange],
     ) -> int:
-        """Pump the source into the sink; returns the CRC64NVME of all bytes as read."""
+        """Pump the source into the sink; returns the CRC64NVME of all bytes as read.
+
+        What is `held` on the server is read here all the same, and copied there.
+        """
         view = memoryview(mmap.mmap(-1, min(_CHUNK_BYTES, self._window_bytes)))
         size, done, window = source.size_bytes, start, start
         flushed, flushed_crc = start, crc
         while done < size:
-            count = source.read_into(done, view[: min(len(view), size - done)])
-            if count == 0:
-                raise cut_short(size - done)
-            with explained(drive, f"writing {key} at {done}"):
-                sink.write(view[:count])
-            crc = crc64_of(view[:count], crc)
+            one, end = _held_at(held, done, size)
+            if one is not None:
+                count = min(end - done, _COPIED_BYTES)
+                own = range_crc64(source, done, count)
+                with explained(drive, f"copying into {key} at {done}"):
+                    is_copied = sink.copy(self._path(one.key), one.key_offset + done - one.offset, count)
+                if not is_copied:
+                    held = ()
+                    continue
+                crc = crc64_combined(crc, own, count)
+            else:
+                count = source.read_into(done, view[: min(len(view), end - done)])
+                if count == 0:
+                    raise cut_short(size - done)
+                with explained(drive, f"writing {key} at {done}"):
+                    sink.write(view[:count])
+                crc = crc64_of(view[:count], crc)
             done += count
             if done - window >= self._window_bytes or done == size:
                 with explained(drive, f"flushing {key}"):

@@ -126,6 +126,33 @@ class SftpSink:
         self._rights = rights
         self._pipeline = Pipeline(drive.session)
         self._is_open = True
+        self._origin: tuple[str, bytes] | None = None
+        """Path and handle of the file that was copied from last."""
+
+    def copy(self, path: str, offset: int, length: int) -> bool:
+        """Copy by the request `copy-data` (OpenSSH 9.0); False: the server fails, or does not know it."""
+        session = self._drive.session
+        self._pipeline.drain()
+        try:
+            words = self._opened(path), int64(offset), int64(length), self._handle, int64(self._at)
+            session.ask(wire.CMD_EXTENDED, "copy-data", *words)
+        except (OSError, EOFError):
+            if session.is_broken:
+                raise
+            return False
+        self._at += length
+        return True
+
+    def _opened(self, path: str) -> bytes:
+        if self._origin is None or self._origin[0] != path:
+            self._close_origin()
+            self._origin = path, self._drive.open(path, wire.SFTP_FLAG_READ)
+        return self._origin[1]
+
+    def _close_origin(self) -> None:
+        if self._origin is not None:
+            self._drive.session.close_file(self._origin[1])
+            self._origin = None
 
     def write(self, data: memoryview) -> None:
         """Send; a failure of an earlier piece may show here."""
@@ -144,6 +171,7 @@ class SftpSink:
     def seal(self) -> None:
         """Limit the rights to the source's, flush, and close without an error."""
         session = self._drive.session
+        self._close_origin()
         status = SFTPAttributes._from_msg(session.ask(wire.CMD_FSTAT, self._handle))
         mode = self._rights.mode & 0o777
         if self._rights.gid is not None and status.st_gid != self._rights.gid:
@@ -165,6 +193,7 @@ class SftpSink:
         if self._is_open:
             self._is_open = False
             quietly(self._pipeline.forget)
+            self._close_origin()
             self._drive.session.close_file(self._handle)
 
 
@@ -337,6 +366,7 @@ class SftpConnection:
             if self.get(path) != b"3":
                 msg = f"{self._place.url} does not give back what was written to it"
                 raise StorageError(msg, hint="the server lies; do not trust it with checkpoints")
+            copies = self._copies(path)
         finally:
             quietly(lambda: self.remove(path))
         notes = []
@@ -346,7 +376,26 @@ class SftpConnection:
             notes.append("the server makes no hard links: documents are created in place")
         if not self._place.has_fsync:
             notes.append("the server does not flush on request: a power cut there may lose the last files")
-        return Abilities(create_only=kept, checksum=None, resumable=True, rename=True, notes=tuple(notes))
+        return Abilities(
+            create_only=kept,
+            checksum=None,
+            resumable=True,
+            rename=True,
+            copies=copies,
+            notes=tuple(notes),
+        )
+
+    def _copies(self, path: str) -> bool:
+        """Tell whether the server copies a byte of that file into another."""
+        other = f"{path}~copied"
+        sink, _ = self.sink(other, other, _DOCUMENT, 0)
+        try:
+            is_copied = sink.copy(path, 0, 1)
+            sink.seal()
+            return is_copied and self.get(other) == b"3"
+        finally:
+            sink.abandon()
+            quietly(lambda: self.remove(other))
 
     # --- the connection --------------------------------------------------------------------------------
 
