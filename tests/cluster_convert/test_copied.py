@@ -15,12 +15,20 @@ from bench import sparse
 from ckptd.conversion.engine.supervisor import convert
 from ckptd.conversion.options import ConvertReport
 from ckptd.conversion.remote.convert import RemoteConversion
+from ckptd.errors import VerifyError
 from tests.cluster_convert import scene
 from tests.cluster_convert.scene import MIB, OPTIONS, clustered, content, got, url
 from tests.stores import servers
 from tests.stores.proxy import Fault, Proxy, proxy
 
 pytestmark = [pytest.mark.stores, pytest.mark.faults]
+
+
+def answer_of(status: bytes, code: bytes) -> bytes:
+    """An error of S3."""
+    body = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>.</Message></Error>" % code
+    head = b"HTTP/1.1 %s\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    return head % (status, len(body)) + body
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,12 @@ def test_little_of_it_is_sent(
 def test_a_server_that_fails_to_copy_is_sent_the_bytes(
     bucket: Bucket, expected: dict[str, bytes], convert_to: Callable[[str], ConvertReport], tmp_path: Path
 ) -> None:
-    refusal = Fault("answer", f"^PUT .*{tmp_path.name}.*partNumber=[23]", times=4, answer=NOT_OFFERED)
+    refusal = Fault(
+        "answer",
+        f"^PUT .*{tmp_path.name}.*partNumber=[23]",
+        times=4,
+        answer=answer_of(b"501 Not Implemented", b"NotImplemented"),
+    )
     bucket.line.faults.append(refusal)
     convert_to(url(f"failing/{tmp_path.name}"))
     bucket.line.faults.remove(refusal)
@@ -103,8 +116,29 @@ def test_a_server_that_fails_to_copy_is_sent_the_bytes(
     assert got(bucket.client, f"failing/{tmp_path.name}") == expected
 
 
-_BODY = b"<?xml version='1.0'?><Error><Code>NotImplemented</Code><Message>.</Message></Error>"
-NOT_OFFERED = (
-    b"HTTP/1.1 501 Not Implemented\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
+def test_parts_that_the_server_does_not_join_are_sent_anew(
+    bucket: Bucket, expected: dict[str, bytes], convert_to: Callable[[str], ConvertReport], tmp_path: Path
+) -> None:
+    """As one does that wants parts of one size."""
+    where = f"^POST .*{tmp_path.name}/mp_rank_00_model_states.pt.*uploadId="
+    refusal = Fault("answer", where, answer=answer_of(b"400 Bad Request", b"InvalidPart"))
+    bucket.line.faults.append(refusal)
+    convert_to(url(f"uneven/{tmp_path.name}"))
+    assert refusal.hits == 1
+    assert got(bucket.client, f"uneven/{tmp_path.name}") == expected
+    key = f"uneven/{tmp_path.name}/mp_rank_00_model_states.pt"
+    whole = len(expected["mp_rank_00_model_states.pt"])
+    assert whole <= bucket.line.sent_bytes(key) < whole + MIB
+    left = bucket.client.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", ())
+    assert not [one["Key"] for one in left if tmp_path.name in one["Key"]]
+
+
+def test_what_never_comes_to_its_bytes_ends_it(bucket: Bucket, cluster: Any, tmp_path: Path) -> None:
+    where = f"^POST .*{tmp_path.name}/mp_rank_00_model_states.pt.*uploadId="
+    refusal = Fault("answer", where, times=9, answer=answer_of(b"400 Bad Request", b"InvalidPart"))
+    bucket.line.faults.append(refusal)
+    with pytest.raises(VerifyError, match="twice"):
+        clustered(cluster, url("run/in"), url(f"never/{tmp_path.name}"))
+    bucket.line.faults.remove(refusal)
+    assert refusal.hits == 2
+    assert not got(bucket.client, f"never/{tmp_path.name}")

@@ -804,6 +804,7 @@ class Origin:
     """The node's disk."""
 
     most_lanes = 1
+    is_afar = False
 
     def __init__(self, order: UploadRequest, daemon: Daemon) -> None:
         self.order = order

@@ -246,6 +246,7 @@ class StepOrigin:
     """The node's disk, as the world has it when it is asked."""
 
     most_lanes = 1
+    is_afar = False
 
     def __init__(self, order: UploadRequest, io: Io) -> None:
         self.order = order

@@ -126,10 +126,10 @@ class TestSftpWithoutExtensions(StoreConformance):
 MIB = 1 << 20
 OLD = secrets.token_bytes(20 * MIB + 77)
 """More than the server is asked to copy at a time."""
-NEW = OLD[: 2 * MIB] + secrets.token_bytes(3 * MIB) + OLD[5 * MIB :]
+NEW = OLD[: 4 * MIB] + secrets.token_bytes(3 * MIB) + OLD[7 * MIB :]
 HELD = (
-    HeldRange(offset=0, length=2 * MIB, key="a/old", key_offset=0),
-    HeldRange(offset=5 * MIB, length=len(OLD) - 5 * MIB, key="a/old", key_offset=5 * MIB),
+    HeldRange(offset=0, length=4 * MIB, key="a/old", key_offset=0),
+    HeldRange(offset=7 * MIB, length=len(OLD) - 7 * MIB, key="a/old", key_offset=7 * MIB),
 )
 
 

@@ -108,6 +108,8 @@ class ClusterAttempt:
         self._there: dict[str, int] = {}
         self._asked: dict[str, _Asked] = {}
         self._ready_joins: list[Join] = []
+        self._undone: list[str] = []
+        self._remade: set[str] = set()
         self.tally = AttemptTally()
 
     def run(self) -> AttemptTally:
@@ -180,15 +182,17 @@ class ClusterAttempt:
 
     def _drain(self, feeds: list[_Feed]) -> None:
         """Keep the workers busy with what comes until nothing is left."""
-        joins = _Feed(ANYWHERE, iter(()))
+        joins, again = _Feed(ANYWHERE, iter(())), _Feed(ANYWHERE, iter(()))
         while True:
+            while self._undone:
+                again.waiting += self._tasking.remaking(self._undone.pop())
             while self._ready_joins:
                 joins.waiting.append(
                     Task(number=next(self._tasking.numbers), joins=(self._ready_joins.pop(),))
                 )
-            for feed in (joins, *feeds):
+            for feed in (joins, again, *feeds):
                 self._feed(feed)
-            is_idle = not self._asked and not self._ready_joins and not joins.waiting
+            is_idle = not (self._asked or self._ready_joins or self._undone or joins.waiting or again.waiting)
             if is_idle and all(feed.is_over and not feed.waiting for feed in feeds):
                 return
             self._take_what_is_ready()
@@ -271,6 +275,8 @@ class ClusterAttempt:
                 tally.bytes_done += done.nbytes
             tally.files_resumed += int(done.resumed)
             known.done[done.path] = done.crc64
+        for path in result.undone:
+            self._undo(path)
         for sent in result.parts:
             if sent.path not in known.uploads:
                 continue
@@ -280,6 +286,22 @@ class ClusterAttempt:
                     self._count_part(sent.path, part.number)
                 parts[part.number] = part
             self._join_if_whole(sent.path)
+
+    def _undo(self, path: str) -> None:
+        """Forget an upload that came to other bytes, so that it is made again.
+
+        Raises:
+            VerifyError: it came to other bytes before.
+        """
+        if path in self._remade:
+            where = f"{self._job.target_name}/{path} in {self._store.url}"
+            raise errors.VerifyError(f"{where} came to other bytes than were sent, twice")
+        self._remade.add(path)
+        self._undone.append(path)
+        self._note.progress.uploads.pop(path, None)
+        self._note.progress.parts.pop(path, None)
+        if path not in self._links:
+            self.tally.bytes_done -= self._sizes[path]
 
     def _count_part(self, path: str, number: int) -> None:
         if path not in self._links:

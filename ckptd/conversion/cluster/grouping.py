@@ -428,7 +428,10 @@ def _groups(index: Index) -> list[list[PlanLine]]:
     members: dict[int, list[PlanLine]] = {}
     for number, first in enumerate(index.together):
         members.setdefault(first, []).append(index.items[number])
-    largest = {first: max(item.nbytes for item in items) for first, items in members.items()}
+    largest = {
+        first: max((item.nbytes for item in items if item.names), default=0)
+        for first, items in members.items()
+    }
     order = sorted(members, key=lambda first: -largest[first] if largest[first] >= LARGE_BYTES else 0)
     return [members[first] for first in order]
 

@@ -114,6 +114,8 @@ class Task(Model):
     proofs: tuple[OutputProof, ...] = ()
     crc32s: tuple[int, ...] = ()
     """Sources whose own checksums are compared."""
+    copies: bool = True
+    """Parts may be copied by the server."""
     nbytes: int = 0
 
 
@@ -149,6 +151,8 @@ class Result(Model):
     worker: str
     done: tuple[DoneOutput, ...] = ()
     parts: tuple[Parts, ...] = ()
+    undone: tuple[str, ...] = ()
+    """Outputs that came to other bytes when their parts were joined, and were removed."""
     extents: tuple[Extent, ...] = ()
     read_bytes: int = 0
     local_bytes: int = 0

@@ -6,6 +6,7 @@ An upload that several workers share is begun here, and noted, before the first 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count, islice
 from typing import IO, TYPE_CHECKING
 
@@ -53,6 +54,8 @@ class TaskBuilder:
         self._index = index
         self._known = known
         self._holders = holders
+        self._copies = True
+        """The server may copy parts: until an output came to other bytes."""
         self.numbers = count(1)
         """Numbers of the tasks, one each."""
 
@@ -65,13 +68,8 @@ class TaskBuilder:
         """
         known = self._note.progress
         task_bytes = self._index.trailer.bytes // (TASKS_PER_THREAD * max(1, threads))
-        found = tasks_of(
-            self._index,
-            set(known.done),
-            self._layout(),
-            task_bytes=max(LEAST_TASK_BYTES, min(MOST_TASK_BYTES, task_bytes)),
-            missing=missing,
-        )
+        task_bytes = max(LEAST_TASK_BYTES, min(MOST_TASK_BYTES, task_bytes))
+        found = tasks_of(self._index, set(known.done), self._layout(), task_bytes=task_bytes, missing=missing)
         first = self._proving_sources() if verify and self._job.source_root else []
         if not self._holders:
             return {ANYWHERE: self._handfuls((batch for _, batch in found), first, there, threads)}
@@ -80,6 +78,14 @@ class TaskBuilder:
         for home, batch in found:
             homes.setdefault(home, []).append(batch)
         return {home: self._handfuls(iter(own), [], there, threads) for home, own in homes.items()}
+
+    def remaking(self, path: str) -> list[Task]:
+        """Return tasks that send one output anew; no task made from now on has parts copied."""
+        self._copies = False
+        item = next(item for item in self._index.items if path in item.names)
+        alone = replace(self._index, items=[replace(item, names=(path,))], together=[0])
+        found = tasks_of(alone, set(), self._layout(), task_bytes=MOST_TASK_BYTES, missing={})
+        return [task for some in self._handfuls((one for _, one in found), [], {}, 1) for task in some]
 
     def _layout(self) -> CutLayout:
         store = shares_uploads(self._store)
@@ -90,7 +96,7 @@ class TaskBuilder:
             {n: i.nbytes for i in self._index.items for n in i.names},
         )
         begun = {name: upload_of(t, sizes[name]).cuts for name, t in self._note.progress.uploads.items()}
-        held = held_for(self._job, store, self._known)
+        held = held_for(self._job, store, self._known) if self._copies else None
         return CutLayout(lambda nbytes: part_size(nbytes, wanted), self._parts_of, self._holders, begun, held)
 
     def _parts_of(self, item: PlanLine) -> tuple[Part, ...]:
@@ -162,6 +168,7 @@ class TaskBuilder:
             sources=sources,
             checks=tuple(checks),
             pieces=tuple(pieces),
+            copies=self._copies,
             nbytes=nbytes,
         )
 

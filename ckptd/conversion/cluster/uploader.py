@@ -58,7 +58,7 @@ def shares_uploads(store: Store) -> S3Store | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One request's worth: an output, or one part (`number`) of it; `begin` and `end` in the output."""
+    """What one request a name sends: an output, or one part (`number`); `begin`, `end` in the output."""
 
     pieces: tuple[UploadPiece, ...]
     """The output under each of its names."""
@@ -96,6 +96,7 @@ class _Slice(WrappedSource):
         self._begin, self._end = unit.begin, unit.end
         self.size_bytes: int = unit.pieces[0].nbytes
         self._data: bytearray | None = None
+        self.is_held = is_held
         if is_held:
             # servers that check a checksum on arrival want it first: bytes from afar would be fetched twice
             data, done = bytearray(unit.end - unit.begin), 0
@@ -153,16 +154,17 @@ class PieceUploader:
         self.lanes = FailFastPool()
         self.done: list[DoneOutput] = []
         self.parts: list[Parts] = []
+        self.undone: list[str] = []
 
     def _check_stop(self) -> None:
         self._command()
         self.lanes.check()
 
     def send(self, unit: Unit) -> None:
-        """An output whole, or one part of it, under each of its names; what is held is made once for all."""
+        """Send an output whole, or one part of it, under each of its names; it is made once if it is held."""
         source = self._source(unit)
         send = partial(self._send_part if unit.number else self._send_whole, unit, source)
-        FailFastPool().run(len(unit.pieces), unit.pieces, send, name="name")
+        FailFastPool().run(len(unit.pieces) if source.is_held else 1, unit.pieces, send, name="name")
 
     def _source(self, unit: Unit) -> _Slice:
         modes = self._job.file_mode, self._job.folder_mode
@@ -228,7 +230,7 @@ class PieceUploader:
         self.parts.append(Parts(path=piece.path, parts=(sent,)))
 
     def join(self, join: Join) -> None:
-        """Make an upload an object, and prove it."""
+        """Make an upload an object, and prove it; one of other bytes is removed and named in `undone`."""
         store, key = shares_uploads(self._store), f"{self._job.target_name}/{join.path}"
         if store is None:
             raise StorageError(f"{self._store.url} joins no parts")
@@ -240,12 +242,18 @@ class PieceUploader:
             if part.md5:
                 upload.md5s[part.number] = bytes.fromhex(part.md5)
         try:
-            store.uploads.join_shared(key, upload)
-        except TargetExists:
-            if not self._is_there(key, join.nbytes, upload.crc):
-                raise
-        store.verify(key, join.nbytes, upload.crc, lambda _: self._check_stop())
-        self.done.append(DoneOutput(path=join.path, nbytes=join.nbytes, crc64=to_hex(upload.crc)))
+            try:
+                store.uploads.join_shared(key, upload)
+            except TargetExists:
+                if not self._is_there(key, join.nbytes, upload.crc):
+                    raise
+            store.verify(key, join.nbytes, upload.crc, lambda _: self._check_stop())
+        except VerifyError:
+            store.discard(key, join.token)
+            store.delete(key)
+            self.undone.append(join.path)
+        else:
+            self.done.append(DoneOutput(path=join.path, nbytes=join.nbytes, crc64=to_hex(upload.crc)))
 
     def prove(self, proof: OutputProof) -> None:
         """Read an output back."""

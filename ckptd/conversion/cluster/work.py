@@ -276,7 +276,8 @@ class _Work:
             stack.callback(extents.close)
             for line in task.checks:
                 self._compare(line, extents)
-            sender = uploader.PieceUploader(job, ends.target, extents, self.sources, self.check_stop)
+            copied = self.sources if task.copies else {}
+            sender = uploader.PieceUploader(job, ends.target, extents, copied, self.check_stop)
             work = [partial(sender.send, unit) for unit in units]
             work += [partial(sender.join, join) for join in task.joins]
             work += [partial(sender.prove, proof) for proof in task.proofs]
@@ -286,6 +287,7 @@ class _Work:
                 worker=worker_name(),
                 done=tuple(sender.done),
                 parts=tuple(sender.parts),
+                undone=tuple(sender.undone),
                 extents=extents.hashed(),
                 read_bytes=extents.read_bytes,
                 local_bytes=place.local_bytes,

@@ -76,6 +76,7 @@ class DerivedUpload:
         self._folder = folder
         self._recheck = recheck
         self._held = HeldSources(dict(enumerate(keys)))
+        self.is_afar = making.zero is not None
         room = (making.memory_bytes - ALONE_BYTES - held_bytes) // LANE_BYTES
         self.most_lanes = max(1, min(MOST_LANES, room))
         self._description = description_of(outputs.header, outputs.trailer)

@@ -41,11 +41,11 @@ MOST_CURSORS = 6
 
 @dataclass(frozen=True, slots=True)
 class HeldSources:
-    """Say which objects of a target's server hold the sources of a plan: keys by number; `bucket` as
-    `HeldRange`."""
+    """Say which objects of a target's server hold the sources of a plan, by number."""
 
     keys: Mapping[int, str]
     bucket: str = ""
+    """As `HeldRange.bucket`."""
 
     def ranges_of(self, parts: Iterable[Part], begin: int = 0) -> tuple[HeldRange, ...]:
         """Return what of an output, whose bytes from `begin` on these parts make, lies in them."""
@@ -171,6 +171,8 @@ class Target:
         self.name = name
         self.mode = mode
         self.folder_mode = folder_mode
+        self.copies = True
+        """Its server may copy parts: until what it made was other bytes."""
         self.made: set[str] = set()
         self.there: dict[str, int] = {}
         self._plan_sha256 = ""
@@ -333,7 +335,7 @@ class Uploader:
         target, key = self._target, f"{self._target.name}/{path}"
         source = self._source(output, counts=counts)
         target.made.add(path)
-        is_copied = self._held is not None and target.store.copies
+        is_copied = target.copies and target.store.copies
         held = self._held.ranges_of(output.parts) if self._held is not None and is_copied else ()
 
         def moving(progress: Progress) -> None:
@@ -344,13 +346,16 @@ class Uploader:
         def send() -> None:
             nonlocal held
             self._check_stop()
-            copied, held = held, ()  # what the server made otherwise is sent
             try:
-                crc = target.store.upload(key, source, resume=None, on_progress=moving, held=copied)
+                crc = target.store.upload(key, source, resume=None, on_progress=moving, held=held)
                 target.ended(path)
                 target.store.verify(key, output.nbytes, crc, lambda _: self._check_stop())
-            except (VerifyError, RemoteUnreachable):
+            except (VerifyError, RemoteUnreachable) as error:
                 target.store.discard(key)
+                if held and isinstance(error, VerifyError):
+                    # other bytes, or parts that it does not join: what it copies is sent from now on
+                    target.copies, held = False, ()
+                    target.store.delete(key)
                 raise
             except TargetExists:
                 # an answer that was lost, or an attempt that was killed: nobody else writes below our note

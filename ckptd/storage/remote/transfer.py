@@ -469,7 +469,8 @@ class Transfer:
         )
         if resume is not None and isinstance(source, CheckedSource):
             source.go_on(resume.flushed_bytes, self._check)
-        paced = RateLimitedSource(source, self._control.pacer, self._check)
+        pacer, is_afar = self._control.pacer, file.is_made and self._origin.is_afar
+        paced = RateLimitedSource(source, pacer, self._check, is_afar=is_afar)
         is_whole = self._store.lanes > 1 and is_small(file)
         is_noted = resume is not None
 
@@ -492,7 +493,8 @@ class Transfer:
             with self._lock:
                 self._sent += paced.read_bytes
         size = source.size_bytes
-        copied = max(size - paced.read_bytes, 0) if held else 0
+        before_bytes = resume.flushed_bytes if resume is not None else 0
+        copied = max(size - before_bytes - paced.read_bytes, 0) if held else 0
         return _Sent(file=file, bytes=size, crc=crc, fingerprint=fingerprint, copied_bytes=copied)
 
     def _tell_whole(self, file: UploadFile, size_bytes: int, progress: Progress) -> None:
@@ -547,6 +549,10 @@ class Origin(Protocol):
     def most_lanes(self) -> int:
         """Return how many of them may be read at a time (P12)."""
 
+    @property
+    def is_afar(self) -> bool:
+        """Tell whether files that are made are read over the network."""
+
     def opened(self, file: UploadFile) -> AbstractContextManager[Source]:
         """Return one of these files, to be read."""
 
@@ -573,6 +579,7 @@ class SealedFiles:
     """Files as they were sealed: opened by identity, the CRC32s of records compared while they are read."""
 
     most_lanes = 64
+    is_afar = False
 
     def __init__(self, order: UploadRequest, root: int) -> None:
         self.order = order

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import secrets
 import threading
+from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -220,12 +221,22 @@ def explained(drive: FileConnection, what: str) -> Iterator[None]:
         raise named from error
 
 
-def _held_at(held: Sequence[HeldRange], offset: int, end: int) -> tuple[HeldRange | None, int]:
-    """Return the range that holds the byte at `offset`, and its end; None: the next one's begin, or `end`."""
-    for one in held:
-        if one.offset <= offset < one.offset + one.length:
-            return one, min(one.offset + one.length, end)
-    return None, min((one.offset for one in held if one.offset > offset), default=end)
+def _worth_copying(held: Sequence[HeldRange]) -> deque[HeldRange]:
+    """Return the ranges by offset whose copy takes less than the round trips that it costs."""
+    return deque(sorted((one for one in held if one.length >= _COPIED_BYTES), key=lambda one: one.offset))
+
+
+def _held_at(held: deque[HeldRange], offset: int, end: int) -> tuple[HeldRange | None, int]:
+    """Return the range that holds the byte at `offset`, and its end; None: the next one's begin, or `end`.
+
+    Ranges before `offset` are taken away.
+    """
+    while held and held[0].offset + held[0].length <= offset:
+        held.popleft()
+    if not held:
+        return None, end
+    one = held[0]
+    return (one, min(one.offset + one.length, end)) if one.offset <= offset else (None, one.offset)
 
 
 def quietly(action: Callable[[], object]) -> None:
@@ -238,9 +249,8 @@ def quietly(action: Callable[[], object]) -> None:
 
 _CHUNK_BYTES = 1 << 20
 _READ_BYTES = 4 << 20
-_COPIED_BYTES = 16 << 20
+_COPIED_BYTES = 4 << 20
 """Most that the server is asked to copy at a time: nothing moves meanwhile."""
-_LEAST_COPIED_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -411,8 +421,7 @@ class FilesStore(Store):
                 sink, start = drive.sink(path, self._partial(key), rights, wanted)
             try:
                 crc = resume.crc64 if resume is not None and start else 0
-                wanted_ranges = [one for one in held if one.length >= _LEAST_COPIED_BYTES]
-                crc = self._pump(drive, sink, key, source, start, crc, on_progress, wanted_ranges)
+                crc = self._pump(drive, sink, key, source, start, crc, on_progress, _worth_copying(held))
                 with explained(drive, what):
                     is_new = sink.finish()
             except BaseException:
@@ -483,11 +492,11 @@ class FilesStore(Store):
         start: int,
         crc: int,
         on_progress: Callable[[Progress], None],
-        held: Sequence[HeldRange],
+        held: deque[HeldRange],
     ) -> int:
         """Pump the source into the sink; returns the CRC64NVME of all bytes as read.
 
-        What is `held` on the server is read here all the same, and copied there.
+        What is `held` on the server (ranges by offset) is read here all the same, and copied there.
         """
         view = memoryview(mmap.mmap(-1, min(_CHUNK_BYTES, self._window_bytes)))
         size, done, window = source.size_bytes, start, start
@@ -500,7 +509,7 @@ class FilesStore(Store):
                 with explained(drive, f"copying into {key} at {done}"):
                     is_copied = sink.copy(self._path(one.key), one.key_offset + done - one.offset, count)
                 if not is_copied:
-                    held = ()
+                    held.clear()
                     continue
                 crc = crc64_combined(crc, own, count)
             else:

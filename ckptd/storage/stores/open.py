@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 
 _DEFAULT = Access()
+_ASKED_AS = (
+    *("client", "storage_options", "endpoint", "region", "credentials"),
+    *("role_arn", "external_id", "sts_endpoint_url"),
+)
+"""Of `Access`: which server is asked, and as whom."""
 
 
 def directory_path(url: str) -> Path | None:
@@ -37,9 +42,8 @@ def is_s3(url: str) -> bool:
 
 def is_same_server(one: tuple[str, Access], other: tuple[str, Access]) -> bool:
     """Tell whether one S3 server, asked as the same user, holds both places (URL, access)."""
-    keys = ("client", "storage_options", "endpoint", "region", "credentials", "role_arn", "external_id")
     (url, access), (other_url, other_access) = one, other
-    is_same = all(getattr(access, key) == getattr(other_access, key) for key in keys)
+    is_same = all(getattr(access, key) == getattr(other_access, key) for key in _ASKED_AS)
     return is_s3(url) and is_s3(other_url) and is_same
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 32 << 10
 """Bytes that every server takes in one request."""
 _IN_FLIGHT = 64
+_MOST_ORIGINS = 16
+"""Files that a sink keeps open to copy from: servers allow a connection a hundred or more."""
 
 
 class Pipeline:
@@ -126,17 +128,22 @@ class SftpSink:
         self._rights = rights
         self._pipeline = Pipeline(drive.session)
         self._is_open = True
-        self._origin: tuple[str, bytes] | None = None
-        """Path and handle of the file that was copied from last."""
+        self._origins: dict[str, bytes] = {}
+        """Handles of files that were copied from, by path."""
 
     def copy(self, path: str, offset: int, length: int) -> bool:
         """Copy by the request `copy-data` (OpenSSH 9.0); False: the server fails, or does not know it."""
-        session = self._drive.session
+        session, place = self._drive.session, self._drive.place
+        if not place.has_copy:
+            return False
         self._pipeline.drain()
         try:
             words = self._opened(path), int64(offset), int64(length), self._handle, int64(self._at)
             session.ask(wire.CMD_EXTENDED, "copy-data", *words)
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
+            is_unknown = isinstance(error, OSError) and error.errno in _UNKNOWN_REQUEST
+            if is_unknown or session.is_broken:
+                place.has_copy = False
             if session.is_broken:
                 raise
             return False
@@ -144,15 +151,16 @@ class SftpSink:
         return True
 
     def _opened(self, path: str) -> bytes:
-        if self._origin is None or self._origin[0] != path:
-            self._close_origin()
-            self._origin = path, self._drive.open(path, wire.SFTP_FLAG_READ)
-        return self._origin[1]
+        """Return the handle of a file that is copied from."""
+        if path not in self._origins:
+            if len(self._origins) >= _MOST_ORIGINS:
+                self._close_origins()
+            self._origins[path] = self._drive.open(path, wire.SFTP_FLAG_READ)
+        return self._origins[path]
 
-    def _close_origin(self) -> None:
-        if self._origin is not None:
-            self._drive.session.close_file(self._origin[1])
-            self._origin = None
+    def _close_origins(self) -> None:
+        while self._origins:
+            self._drive.session.close_file(self._origins.popitem()[1])
 
     def write(self, data: memoryview) -> None:
         """Send; a failure of an earlier piece may show here."""
@@ -171,7 +179,7 @@ class SftpSink:
     def seal(self) -> None:
         """Limit the rights to the source's, flush, and close without an error."""
         session = self._drive.session
-        self._close_origin()
+        self._close_origins()
         status = SFTPAttributes._from_msg(session.ask(wire.CMD_FSTAT, self._handle))
         mode = self._rights.mode & 0o777
         if self._rights.gid is not None and status.st_gid != self._rights.gid:
@@ -193,7 +201,7 @@ class SftpSink:
         if self._is_open:
             self._is_open = False
             quietly(self._pipeline.forget)
-            self._close_origin()
+            self._close_origins()
             self._drive.session.close_file(self._handle)
 
 
@@ -212,7 +220,7 @@ class SftpConnection:
     """One connection; what is learned of the server is kept in `place`, for all."""
 
     def __init__(self, place: SftpPlace) -> None:
-        self._place = place
+        self.place = place
         self._client, self.session = connect(place)
 
     # --- looking ---------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ class SftpConnection:
                         raise too_large(path)
         except FileNotFoundError:
             return None
-        self._place.is_seen = True
+        self.place.is_seen = True
         return data
 
     @contextmanager
@@ -292,14 +300,14 @@ class SftpConnection:
         """Link a finished temporary under the name; without links, create the name exclusively (O_EXCL)."""
         if self._status(path) is not None:
             return False
-        if self._place.has_links:
+        if self.place.has_links:
             temporary = self._temporary(path, data)
             try:
                 return self._link(temporary, path)
             except OSError as error:
                 if error.errno not in (*_UNKNOWN_REQUEST, errno.EIO):
                     raise
-                self._place.has_links = False
+                self.place.has_links = False
             finally:
                 quietly(lambda: self.remove(temporary))
         try:
@@ -326,7 +334,7 @@ class SftpConnection:
 
     def publish(self, partial: str, path: str) -> bool:
         """Give a finished file its name; False when that is taken."""
-        if self._place.has_links:
+        if self.place.has_links:
             try:
                 linked = self._link(partial, path)
                 self.remove(partial)
@@ -334,7 +342,7 @@ class SftpConnection:
             except OSError as error:
                 if error.errno not in (*_UNKNOWN_REQUEST, errno.EIO):
                     raise
-                self._place.has_links = False
+                self.place.has_links = False
         if self._status(path) is not None:
             self.remove(partial)
             return False
@@ -364,7 +372,7 @@ class SftpConnection:
             kept = self.create(path, b"1") and not self.create(path, b"2") and self.get(path) == b"1"
             self.put(path, b"3")
             if self.get(path) != b"3":
-                msg = f"{self._place.url} does not give back what was written to it"
+                msg = f"{self.place.url} does not give back what was written to it"
                 raise StorageError(msg, hint="the server lies; do not trust it with checkpoints")
             copies = self._copies(path)
         finally:
@@ -372,9 +380,9 @@ class SftpConnection:
         notes = []
         if not kept:
             notes.append("nothing is create-only: one writing node only, each creation is read again")
-        if not self._place.has_links:
+        if not self.place.has_links:
             notes.append("the server makes no hard links: documents are created in place")
-        if not self._place.has_fsync:
+        if not self.place.has_fsync:
             notes.append("the server does not flush on request: a power cut there may lose the last files")
         return Abilities(
             create_only=kept,
@@ -410,8 +418,8 @@ class SftpConnection:
         """Translate an exception into the error tree; a full disk is told from other failures by asking for
         room.
         """
-        named = explain(error, f"{self._place.url}: {what}", is_alive=self.is_usable)
-        if type(named) is StorageError and self.is_usable and self.free_bytes(self._place.root) == 0:
+        named = explain(error, f"{self.place.url}: {what}", is_alive=self.is_usable)
+        if type(named) is StorageError and self.is_usable and self.free_bytes(self.place.root) == 0:
             return NoSpaceError(named.message.replace("Failure", "no room"))
         return named
 
@@ -433,14 +441,14 @@ class SftpConnection:
 
     def fsync(self, handle: bytes) -> None:
         """Flush to the server's disk, where the server does that."""
-        if not self._place.has_fsync:
+        if not self.place.has_fsync:
             return
         try:
             self.session.extended("fsync", handle)
         except OSError as error:
             if error.errno not in _UNKNOWN_REQUEST:
                 raise
-            self._place.has_fsync = False
+            self.place.has_fsync = False
 
     # --- inside ----------------------------------------------------------------------------------------
 
@@ -490,33 +498,33 @@ class SftpConnection:
 
     def _make_folders(self, folder: str, rights: Rights) -> None:
         self._make_root()
-        made = self._place.root
+        made = self.place.root
         for part in posixpath.relpath(folder, made).split("/"):
             made = posixpath.join(made, part) if part != "." else made
             status = self._status(made) if part != "." else None
             if status is not None and not stat.S_ISDIR(status.st_mode or 0):
-                msg = f"{self._place.url}: {made} is a symlink or a file"
+                msg = f"{self.place.url}: {made} is a symlink or a file"
                 raise RefusedError(msg, hint="below the remote's root no symlink is followed")
             if status is None and part != ".":
                 self._make_folder(made, rights)
 
     def _make_root(self) -> None:
         """Make the last component of the root, once; never the place of a disk that is not mounted."""
-        root, parent = self._place.root, posixpath.dirname(self._place.root)
-        was_seen = self._place.is_seen
+        root, parent = self.place.root, posixpath.dirname(self.place.root)
+        was_seen = self.place.is_seen
         with suppress(FileNotFoundError):
             self.session.stat(root)
-            self._place.is_seen = True
+            self.place.is_seen = True
             return
         if was_seen:
-            msg = f"{self._place.url}: {root} is not there any more"
+            msg = f"{self.place.url}: {root} is not there any more"
             raise RemoteUnreachable(msg, hint="is its disk mounted on the server?")
         if self._status(parent) is None:
-            msg = f"{self._place.url}: there is no {parent} on the server"
-            hint = f"is its disk mounted? else `ssh {self._place.login} mkdir -p {parent}`"
+            msg = f"{self.place.url}: there is no {parent} on the server"
+            hint = f"is its disk mounted? else `ssh {self.place.login} mkdir -p {parent}`"
             raise RemoteNotOurs(msg, hint=hint)
         self._make_folder(root, _DOCUMENT)
-        self._place.is_seen = True
+        self.place.is_seen = True
 
     def _make_folder(self, path: str, rights: Rights) -> None:
         try:

@@ -68,6 +68,7 @@ class SftpPlace:
     """The root was there: should it vanish, it is not made again (its disk is not mounted)."""
     has_links: bool = True
     has_fsync: bool = True
+    has_copy: bool = True
 
     @property
     def login(self) -> str:

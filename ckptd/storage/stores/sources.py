@@ -327,10 +327,16 @@ class CheckedSource(WrappedSource):
 
 
 class RateLimitedSource(WrappedSource):
-    """Reads no faster than the pacer allows, and stops when `check` raises."""
+    """Reads no faster than the pacer allows, and stops when `check` raises.
 
-    def __init__(self, inner: Source, pacer: RateLimiter, check: Callable[[], None]) -> None:
+    `is_afar`: the source itself is read over the network.
+    """
+
+    def __init__(
+        self, inner: Source, pacer: RateLimiter, check: Callable[[], None], *, is_afar: bool = False
+    ) -> None:
         super().__init__(inner)
+        self._is_afar = is_afar
         self.read_bytes = 0
         self._pacer = pacer
         self._check = check
@@ -338,13 +344,17 @@ class RateLimitedSource(WrappedSource):
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         """Wait, then read at most one step."""
+        count = self._read_paced(offset, buffer)
+        with self._lock:
+            self.read_bytes += count
+        return count
+
+    def _read_paced(self, offset: int, buffer: memoryview) -> int:
         room = self._pacer.chunk_bytes(len(buffer))
         self._pacer.take(room, self._check)
         count = self.inner.read_into(offset, buffer[:room])
         # what is made on the way comes in small pieces
         self._pacer.give_back(room - count)
-        with self._lock:
-            self.read_bytes += count
         return count
 
     def peek_into(self, offset: int, buffer: memoryview) -> int:
@@ -353,7 +363,9 @@ class RateLimitedSource(WrappedSource):
         return super().peek_into(offset, buffer)
 
     def look_into(self, offset: int, buffer: memoryview) -> int:
-        """Read what is hashed and not sent: it costs no bandwidth."""
+        """Read what is hashed and not sent: it costs no bandwidth, but for a source afar."""
+        if self._is_afar:
+            return self._read_paced(offset, buffer)
         self._pacer.breathe(self._check)
         return self.inner.read_into(offset, buffer)
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from ckptd.errors import RemoteUnreachable
 from ckptd.storage.stores.base import Progress, taken
 from ckptd.storage.stores.checksums import crc64_combined
 from ckptd.storage.stores.parallel import FailFastPool
@@ -264,6 +265,7 @@ class PartCopier:
 
     def __init__(self, store: S3Bucket) -> None:
         self._store = store
+        self._lock = threading.Lock()
         self._failures = 0
         self._is_over = False
 
@@ -290,22 +292,36 @@ class PartCopier:
         crc = crc64_of(source, begin, length, drops=True, also=md5.update if md5 else None)
         first = one.key_offset + begin - one.offset
         origin = {"Bucket": one.bucket, "Key": one.key} if one.bucket else store.place(one.key)
-        with store.asking(f"copying part {number} of {key}"):
-            try:
-                answer = store.client.upload_part_copy(
-                    **store.place(key),
-                    **request,
-                    CopySource=origin,
-                    CopySourceRange=f"bytes={first}-{first + length - 1}",
-                )["CopyPartResult"]
-            except store.client.exceptions.ClientError as error:
-                # if the server takes nothing at all, sending the part says so
-                self._failures += 1
-                self._is_over |= sc.is_refused(error) or self._failures >= _TRIES
-                return None
+        words = store.place(key) | request | {"CopySource": origin}
+        words["CopySourceRange"] = f"bytes={first}-{first + length - 1}"
+        try:
+            with store.asking(f"copying part {number} of {key}"):
+                answer = self._asked(words)
+        except RemoteUnreachable:
+            self._count_failure()
+            return None
+        if answer is None:
+            return None
         sent = SentRange(answer=answer, crc=crc, md5=md5.digest() if md5 else None)
         is_same = answer.get("ChecksumCRC64NVME") in (None, encoded(crc))
         return sent if is_same and _is_intact(store, sent, number) else None
+
+    def _asked(self, words: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what the server says of the copy; None: it made none."""
+        client = self._store.client
+        try:
+            answer: dict[str, Any] = client.upload_part_copy(**words)["CopyPartResult"]
+        except client.exceptions.ClientError as error:
+            # if the server takes nothing at all, sending the part says so
+            self._count_failure(is_last=sc.is_refused(error))
+            return None
+        return answer
+
+    def _count_failure(self, *, is_last: bool = False) -> None:
+        with self._lock:
+            self._failures += 1
+            if is_last or self._failures >= _TRIES:
+                self._is_over = True
 
 
 class _CountedSource(WrappedSource):
