@@ -406,11 +406,12 @@ def _interference(found: list[list[Row]]) -> Any:
 def _cluster(found: list[list[Row]]) -> Any:
     """Speed and traffic of a conversion by more and more workers."""
     rows = found[0]
-    names = [row.text("workers").replace(", placed", ",\nown shards") for row in rows]
-    ranged, placed = rows[-2], rows[-1]
+    names = [row.text("workers").replace(", ", ",\n").replace("placed", "own\nshards") for row in rows]
+    ranged, placed, copied = rows[-3:]
     title = (
-        f"{ranged.value('workers'):.0f} workers are {ranged.value('speed-up'):.2f} times as fast as one,\n"
-        f"{placed.value('speed-up'):.2f} times where the shards lie on their own disks"
+        f"{ranged.value('workers'):.0f} workers are {ranged.value('speed-up'):.2f} times as fast as one, "
+        f"{placed.value('speed-up'):.2f} with shards on their own disks,\n"
+        f"{copied.value('speed-up'):.2f} within a server that copies parts"
     )
     made, (left, right) = _panels(title, 3.7)
     for at, row in enumerate(rows):
@@ -423,7 +424,7 @@ def _cluster(found: list[list[Row]]) -> Any:
                 at + shift,
                 Measured(amount, amount, amount),
                 colour,
-                f"{amount:.1f}",
+                f"{amount:.0f}",
                 width=0.4,
                 label=label,
             )
