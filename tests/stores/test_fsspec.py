@@ -162,6 +162,28 @@ def test_what_the_server_does_not_copy_is_sent(
 
 
 @needs_sshd
+def test_an_upload_that_was_cut_while_the_server_copied_goes_on(
+    running: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(running, monkeypatch)
+    put(store, "a/old", OLD)
+    told: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        told.append(progress)
+        if progress.flushed_bytes >= 10 * MIB:
+            raise InterruptedError
+
+    source = MemorySource(NEW, mode=0o644, folder_mode=0o755, gid=None)
+    with pytest.raises(InterruptedError):
+        store.upload("b/new", source, resume=None, on_progress=stop, held=HELD)
+    resume = ResumePoint(flushed_bytes=told[-1].flushed_bytes, crc64=told[-1].crc64)
+    sent_bytes, _ = put(store, "b/new", NEW, *HELD, resume=resume)
+    assert sent_bytes == 0
+    assert whole(store, "b/new", len(NEW)) == NEW
+
+
+@needs_sshd
 def test_a_copy_of_other_bytes_is_seen(running: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_at(running, monkeypatch)
     put(store, "a/old", OLD[:-1] + bytes([OLD[-1] ^ 1]))

@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.errors import DamagedError, TornArchiveError
+from ckptd.storage.stores.checksums import crc64
 from ckptd.storage.stores.rate_limit import Cancelled, RateLimiter
 from ckptd.storage.stores.sources import (
     CheckedSource,
     FileSource,
     MemorySource,
     RateLimitedSource,
+    crc64_of,
     records_of,
 )
 from tests.stores.scene import archive
@@ -168,6 +170,18 @@ def test_the_bandwidth_is_kept() -> None:
     drain(source, 0, 4 << 20)
     assert 9 < clock.now < 10.5
     assert source.read_bytes == 10 << 20
+
+
+@pytest.mark.parametrize(("is_afar", "seconds"), [(False, 0), (True, 9)])
+def test_what_is_hashed_alone_costs_bandwidth_where_it_comes_over_the_network(
+    is_afar: bool, seconds: int
+) -> None:
+    """The server copies it, and what it is made of is read there."""
+    pacer, clock = pacer_and_clock(1 << 20)
+    source = RateLimitedSource(in_memory(b"x" * (10 << 20)), pacer, lambda: None, is_afar=is_afar)
+    assert crc64_of(source, 0, 10 << 20) == crc64(b"x" * (10 << 20))
+    assert seconds <= clock.now < seconds + 1.5
+    assert source.read_bytes == 0
 
 
 def test_what_a_source_reads_short_is_no_part_of_the_bandwidth() -> None:
