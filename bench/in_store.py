@@ -119,6 +119,16 @@ def copied_bytes(outputs: Outputs, path: str, nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class SentForm:
+    """One form through the proxy: its bytes, those that crossed the network each way, and the time."""
+
+    bytes: int
+    up_bytes: int
+    down_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """One form through the proxy: with copies in the store, and as it is sent where the store makes none."""
 
@@ -126,12 +136,8 @@ class Measured:
     model: sparse.Model
     link_bytes_per_second: float
     """Of each connection."""
-    bytes: int
-    copied_up_bytes: int
-    copied_down_bytes: int
-    copied_seconds: float
-    sent_up_bytes: int
-    sent_seconds: float
+    copied: SentForm
+    sent: SentForm
 
 
 SERVERS = {"moto": servers.moto, "Ceph": ceph.rgw}
@@ -139,41 +145,44 @@ MOST_OF_THE_TIME = 0.1
 """That a form may take of what sending it takes."""
 
 
-def measured(name: str, model: sparse.Model, link_bytes_per_second: float) -> Measured:
-    """Upload the ZeRO form past the proxy, then its universal form through it, with copies and without.
+def sent_form(
+    name: str, model: sparse.Model, link_bytes_per_second: float, *, copies: bool, is_afar: bool = False
+) -> SentForm:
+    """Upload the ZeRO form past the proxy, then its universal form through it, committed and proved.
 
-    Each connection has `link_bytes_per_second`; forms are committed and proved as a daemon's are. Each of the
-    two has a server of its own.
+    Each connection has `link_bytes_per_second`. `is_afar`: the node has no shard any more, and makes the form
+    of those in the store.
     """
     WORK.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(dir=WORK))
     os.environ.update(servers.environment())
-    found: list[tuple[int, int, int, float]] = []
     try:
-        for copies in (True, False):
-            (root := place / f"server-{copies}").mkdir()
-            with SERVERS[name](root) as server, limited(server.port, link_bytes_per_second) as link:
-                scene = Scene(place / f"scene-{copies}", sparse.write(place / f"save-{copies}", model))
-                scene.node.dp, scene.node.zero_stage = model.dp, model.stage
-                prefix = f"s3://{servers.BUCKET}/{copies}"
-                scene.ground = scene.node.attached(store_at(server.endpoint, prefix))
-                order = scene.node.order(scene.node.sealed())
-                assert scene.node.upload(scene.ground, order).outcome == "committed"
-                near = store_at(link.endpoint, prefix)
-                near.abilities = replace(near.abilities, copies=copies)
-                scene.ground = replace(scene.ground, store=near)
-                link.reset()
-                began = time.monotonic()
-                result = scene.upload(scene.order(UNIVERSAL))
-                assert result.outcome == "committed"
-                total = result.bytes_sent + result.bytes_copied
-                found.append((total, link.up_bytes, link.down_bytes, time.monotonic() - began))
-            for folder in ("save", "scene", "server"):
-                shutil.rmtree(place / f"{folder}-{copies}")
-        (total, up, down, seconds), (_, sent, _, sent_seconds) = found
-        return Measured(name, model, link_bytes_per_second, total, up, down, seconds, sent, sent_seconds)
+        (root := place / "server").mkdir()
+        with SERVERS[name](root) as server, limited(server.port, link_bytes_per_second) as link:
+            scene = Scene(place / "scene", sparse.write(place / "save", model))
+            scene.node.dp, scene.node.zero_stage = model.dp, model.stage
+            prefix = f"s3://{servers.BUCKET}/form"
+            scene.ground = scene.node.attached(store_at(server.endpoint, prefix))
+            order = scene.node.order(scene.node.sealed())
+            assert scene.node.upload(scene.ground, order).outcome == "committed"
+            near = store_at(link.endpoint, prefix)
+            near.abilities = replace(near.abilities, copies=copies)
+            scene.ground = replace(scene.ground, store=near)
+            making = scene.order_from_remote(UNIVERSAL) if is_afar else scene.order(UNIVERSAL)
+            link.reset()
+            began = time.monotonic()
+            result = scene.upload(making)
+            assert result.outcome == "committed"
+            total = result.bytes_sent + result.bytes_copied
+            return SentForm(total, link.up_bytes, link.down_bytes, time.monotonic() - began)
     finally:
         shutil.rmtree(place)
+
+
+def measured(name: str, model: sparse.Model, link_bytes_per_second: float) -> Measured:
+    """Send a form with copies and without, each to a server of its own."""
+    copied, sent = (sent_form(name, model, link_bytes_per_second, copies=copies) for copies in (True, False))
+    return Measured(name, model, link_bytes_per_second, copied, sent)
 
 
 # --- measured: ten saves of a LoRA run -------------------------------------------------------------------
@@ -267,20 +276,21 @@ def measured_table(found: list[Measured]) -> str:
             one.server,
             one.model.name,
             f"{one.link_bytes_per_second / 1e6:g}",
-            f"{one.bytes / 1e9:.2f}",
-            f"{one.copied_up_bytes / 1e9:.2f}",
-            f"{one.copied_up_bytes / one.bytes:.1%}",
-            f"{one.copied_down_bytes / 1e9:.2f}",
-            f"{one.copied_seconds:.1f}",
-            f"{one.sent_up_bytes / 1e9:.2f}",
-            f"{one.sent_seconds:.1f}",
+            f"{one.copied.bytes / 1e9:.2f}",
+            f"{one.copied.up_bytes / 1e9:.2f}",
+            f"{one.copied.up_bytes / one.copied.bytes:.1%}",
+            f"{one.copied.down_bytes / 1e9:.2f}",
+            f"{one.copied.seconds:.1f}",
+            f"{one.sent.up_bytes / 1e9:.2f}",
+            f"{one.sent.seconds:.1f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
     for one in found:
         stage = one.model.name.partition(", ")[2].partition(",")[0]
         most_percent = 5 if one.model.stage < 3 else 8
-        sent, times = 100 * one.copied_up_bytes / one.bytes, one.copied_seconds / one.sent_seconds
+        sent = 100 * one.copied.up_bytes / one.copied.bytes
+        times = one.copied.seconds / one.sent.seconds
         for aim, limit, value in (
             (f"% of the form sent, at most {most_percent}", most_percent, f"{sent:.1f}"),
             (f"of the time without copies, at most {MOST_OF_THE_TIME}", MOST_OF_THE_TIME, f"{times:.2f}"),
@@ -288,6 +298,18 @@ def measured_table(found: list[Measured]) -> str:
             word = "reached" if float(value) <= limit else "NOT reached"
             pace = f"{one.link_bytes_per_second / 1e6:g} MB/s"
             lines.append(f"* {one.server}, {stage}, {pace}, {aim}: {value} ({word})")
+    return "\n".join(lines)
+
+
+def afar_table(server: str, found: dict[str, SentForm]) -> str:
+    """The part of the page of nodes without shards; `found`: by the name of the checkpoint."""
+    lines = [
+        "| server | checkpoint | GB | up, GB | up, of the form | down, GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, one in found.items():
+        figures = f"{one.bytes / 1e9:.2f} | {one.up_bytes / 1e9:.2f} | {one.up_bytes / one.bytes:.1%}"
+        lines.append(f"| {server} | {name} | {figures} | {one.down_bytes / 1e9:.2f} |")
     return "\n".join(lines)
 
 
@@ -305,6 +327,8 @@ def main() -> None:
             parser.error(reason)
         cases = [(name, model, link) for name in SERVERS for model in LAYERS for link in chosen.links]
         replace_part(measured_table([measured(*case) for case in cases]), "in_store, measured")
+        afar = {m.name: sent_form("Ceph", m, chosen.links[0], copies=True, is_afar=True) for m in LAYERS}
+        replace_part(afar_table("Ceph", afar), "in_store, afar")
         replace_part(adapters_table(adapter_saves(chosen.links[0])), "in_store, adapters")
 
 
