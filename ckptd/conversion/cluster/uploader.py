@@ -58,7 +58,7 @@ def shares_uploads(store: Store) -> S3Store | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What one request a name sends: an output, or one part (`number`); `begin`, `end` in the output."""
+    """Hold what is made once: an output, or one part (`number`) of it; `begin` and `end` in the output."""
 
     pieces: tuple[UploadPiece, ...]
     """The output under each of its names."""
