@@ -55,7 +55,7 @@ class TaskBuilder:
         self._known = known
         self._holders = holders
         self._copies = True
-        """The server may copy parts: until an output came to other bytes."""
+        """Whether the server may copy parts: not once an output came to other bytes."""
         self.numbers = count(1)
         """Numbers of the tasks, one each."""
 

@@ -45,7 +45,7 @@ class HeldSources:
 
     keys: Mapping[int, str]
     bucket: str = ""
-    """As `HeldRange.bucket`."""
+    """Bucket in which `keys` are whole keys; "": they are keys of the target's store."""
 
     def ranges_of(self, parts: Iterable[Part], begin: int = 0) -> tuple[HeldRange, ...]:
         """Return what of an output, whose bytes from `begin` on these parts make, lies in them."""
@@ -172,7 +172,7 @@ class Target:
         self.mode = mode
         self.folder_mode = folder_mode
         self.copies = True
-        """Its server may copy parts: until what it made was other bytes."""
+        """Whether its server may copy parts: not once what it made was other bytes."""
         self.made: set[str] = set()
         self.there: dict[str, int] = {}
         self._plan_sha256 = ""

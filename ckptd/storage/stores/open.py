@@ -24,7 +24,7 @@ _ASKED_AS = (
     *("client", "storage_options", "endpoint", "region", "credentials"),
     *("role_arn", "external_id", "sts_endpoint_url"),
 )
-"""Of `Access`: which server is asked, and as whom."""
+"""Fields of `Access` that say which server is asked, and as whom."""
 
 
 def directory_path(url: str) -> Path | None:
